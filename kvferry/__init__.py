@@ -8,20 +8,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvferry.cluster.client import AsyncClient, Client
+    from kvferry.cluster.service import Delta
     from kvferry.runtime.errors import KvferryError
     from kvferry.runtime.request import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncClient": "kvferry.cluster.client",
+    "Client": "kvferry.cluster.client",
     "CompletionOutput": "kvferry.runtime.request",
+    "Delta": "kvferry.cluster.service",
     "KvferryError": "kvferry.runtime.errors",
     "RequestOutput": "kvferry.runtime.request",
     "SamplingParams": "kvferry.runtime.request",
 }
 
 __all__ = [
+    "AsyncClient",
+    "Client",
     "CompletionOutput",
+    "Delta",
     "KvferryError",
     "RequestOutput",
     "SamplingParams",

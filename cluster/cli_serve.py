@@ -1,0 +1,182 @@
+"""`kvferry serve`: options of a deployment."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from kvferry.cluster.cli_shared import PemFile, TokenFile, shown
+from kvferry.cluster.config import DEFAULT_HOST, DEFAULT_PORT, ServeConfig, ServerOptions
+from kvferry.runtime.config import (
+    CacheConfig,
+    DType,
+    EngineConfig,
+    SchedulerConfig,
+    TransferConfig,
+    TransportName,
+)
+from kvferry.runtime.errors import InvalidArgument
+
+_ENGINE = EngineConfig()
+_SERVER = ServerOptions()
+DEFAULT_KV_MEMORY = f"{_ENGINE.cache.kv_memory_bytes >> 20}MiB"
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def parse_bytes(field: str, text: str) -> int:
+    """`384MiB`, `1.5 GB`, `4096`. Raises `InvalidArgument`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise InvalidArgument(field, text, "must be a number of bytes, with or without a unit", "e.g. 384MiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Start workers and a gRPC server for a model, and serve until Ctrl-C.
+
+    Workers form groups; a group holds one copy of the model. By default one group prefills prompts and another one
+    decodes answers, both on this machine.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], shown("MODEL")]
+    """A folder in Hugging Face's format, a .gguf file, or the name of a model on the Hugging Face hub."""
+
+    prefill: int = 1
+    """Number of groups that read prompts."""
+    decode: int = 1
+    """Number of groups that write answers."""
+    mixed: int = 0
+    """Number of groups that do both. For a server without disaggregation: --prefill 0 --decode 0 --mixed 1."""
+    prefill_tp: int = 1
+    """Workers in each prefill group; they share the model's weights (tensor parallelism)."""
+    decode_tp: int = 1
+    """Workers in each decode group."""
+    mixed_tp: int = 1
+    """Workers in each mixed group."""
+
+    host: str = DEFAULT_HOST
+    """Address to listen on. 0.0.0.0 lets other machines in: use --token-file and TLS then."""
+    port: int = DEFAULT_PORT
+    """Port to listen on; 0 picks a free one."""
+    token_file: TokenFile = _SERVER.token_file
+    """File whose first line is a secret that clients must send. Without it, anyone who reaches the port may call."""
+    tls_cert: PemFile = _SERVER.tls_cert
+    """The server's certificate chain. Without it, connections are not encrypted."""
+    tls_key: PemFile = _SERVER.tls_key
+    """The private key of --tls-cert."""
+    tls_client_ca: PemFile = _SERVER.tls_client_ca
+    """Let in only clients whose certificates these authorities have signed."""
+    max_message: Annotated[str, shown("SIZE")] = "4MiB"
+    """Largest message that a client may send."""
+
+    ray_address: Annotated[str | None, shown("HOST:PORT", "start one on this machine, for as long as we serve")] = None
+    """Join a running Ray cluster; "auto" finds one that runs here."""
+
+    dtype: DType = _ENGINE.dtype
+    """Number format of weights and KV cache; auto is what the model's files say."""
+    threads: Annotated[int | None, shown("INT", "all cores")] = _ENGINE.threads
+    """CPU threads of each worker."""
+
+    block_size: int = _ENGINE.cache.block_size
+    """Tokens in a KV block. Prefixes are shared in whole blocks."""
+    kv_memory: Annotated[str | None, shown("SIZE", DEFAULT_KV_MEMORY)] = None
+    """Memory for the KV cache of each worker."""
+    num_blocks: Annotated[int | None, shown("INT", "as many as fit --kv-memory")] = _ENGINE.cache.num_blocks
+    """KV blocks of each worker, instead of --kv-memory."""
+    prefix_caching: bool = _ENGINE.cache.prefix_caching
+    """Keep KV blocks of past prompts and share them with later requests."""
+
+    max_batch_tokens: int = _ENGINE.scheduler.max_batch_tokens
+    """Tokens that one step of a group may compute. More is faster for long prompts and makes others wait longer."""
+    max_sequences: int = _ENGINE.scheduler.max_sequences
+    """Answers that a group works on at the same time."""
+    max_waiting: int = _ENGINE.scheduler.max_waiting
+    """Answers that may wait in a group; more are refused."""
+    max_context: Annotated[int | None, shown("INT", "what the model was trained for")] = _ENGINE.scheduler.max_context
+    """Longest prompt and answer together, in tokens."""
+
+    transport: TransportName = _ENGINE.transfer.transport
+    """How KV blocks travel from group to group. shm: shared memory, on one machine. gloo: network. nccl: GPUs."""
+    transfer_timeout_s: float = _ENGINE.transfer.timeout_s
+    """Seconds after which KV blocks that did not arrive are computed again instead."""
+    blocks_per_message: int = _ENGINE.transfer.blocks_per_message
+    """KV blocks that travel in one message."""
+    checksum: bool = _ENGINE.transfer.checksum
+    """Check each message of KV blocks for damage."""
+
+    def config(self) -> ServeConfig:
+        """Raises `InvalidArgument`."""
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise InvalidArgument("num_blocks", self.num_blocks, "excludes --kv-memory", "give one of the two")
+        return ServeConfig(
+            model=self.model,
+            prefill=self.prefill,
+            decode=self.decode,
+            mixed=self.mixed,
+            prefill_tp=self.prefill_tp,
+            decode_tp=self.decode_tp,
+            mixed_tp=self.mixed_tp,
+            host=self.host,
+            port=self.port,
+            ray_address=self.ray_address,
+            engine=self._engine(),
+            server=ServerOptions(
+                token_file=self.token_file,
+                tls_cert=self.tls_cert,
+                tls_key=self.tls_key,
+                tls_client_ca=self.tls_client_ca,
+                max_message_bytes=parse_bytes("max_message", self.max_message),
+            ),
+        )
+
+    def _engine(self) -> EngineConfig:
+        return EngineConfig(
+            dtype=self.dtype,
+            threads=self.threads,
+            cache=CacheConfig(
+                block_size=self.block_size,
+                num_blocks=self.num_blocks,
+                kv_memory_bytes=parse_bytes("kv_memory", self.kv_memory or DEFAULT_KV_MEMORY),
+                prefix_caching=self.prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_batch_tokens=self.max_batch_tokens,
+                max_sequences=self.max_sequences,
+                max_waiting=self.max_waiting,
+                max_context=self.max_context,
+            ),
+            transfer=TransferConfig(
+                transport=self.transport,
+                timeout_s=self.transfer_timeout_s,
+                blocks_per_message=self.blocks_per_message,
+                checksum=self.checksum,
+            ),
+        )
+
+    def run(self) -> None:
+        config = self.config()
+        configure_logging()
+        importlib.import_module("kvferry.cluster.launch").serve(config)  # brings Ray and torch
+
+
+def configure_logging() -> None:
+    """Events as lines on standard error. Tracebacks without local variables, which may hold prompts."""
+    import structlog
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            ),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

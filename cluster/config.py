@@ -1,0 +1,105 @@
+"""Options of a deployment: groups, doors, security. Frozen, checked on construction, built once at the edge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kvferry.runtime.config import EngineConfig, check_range
+from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.ids import GroupId
+
+Role = Literal["prefill", "decode", "mixed"]
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 50051
+MAX_GROUPS = 4096
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the gRPC server guards its door. Files are read when the server is made."""
+
+    token_file: Path | None = None
+    """Its first line is the bearer token that every call must carry; `None`: no token."""
+    tls_cert: Path | None = None
+    """PEM certificate chain; `None`: no TLS."""
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """PEM certificates; clients must present one that these have signed."""
+    max_message_bytes: int = 4 << 20
+    """Larger messages of clients are refused."""
+
+    def __post_init__(self) -> None:
+        check_range("max_message_bytes", self.max_message_bytes, 1 << 10, 1 << 30)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            field = "tls_key" if self.tls_key is None else "tls_cert"
+            raise InvalidArgument(field, None, "tls_cert and tls_key go together", "give both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidArgument("tls_client_ca", str(self.tls_client_ca), "needs tls_cert and tls_key too")
+
+
+class ClientTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a client trusts and shows itself. All paths are PEM files."""
+
+    ca: Path | None = None
+    """Who may have signed the server's certificate; `None`: the authorities that gRPC ships with."""
+    cert: Path | None = None
+    """The client's own certificate, for servers that ask for one."""
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            field = "key" if self.key is None else "cert"
+            raise InvalidArgument(field, None, "cert and key go together", "give both or none")
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """A place in the deployment."""
+
+    group: GroupId
+    role: Role
+    tp_size: int
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that `kvferry serve` starts."""
+
+    model: str
+    """A folder, a .gguf file, or a Hugging Face hub id."""
+    prefill: int = 1
+    """Groups of each role. Every group can do both phases: without one of the roles the others do its work."""
+    decode: int = 1
+    mixed: int = 0
+    prefill_tp: int = 1
+    """Tensor-parallel workers in each group of a role."""
+    decode_tp: int = 1
+    mixed_tp: int = 1
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    """0: one that is free."""
+    ray_address: str | None = None
+    """Of a running cluster; `None`: start one on this machine."""
+    engine: EngineConfig = EngineConfig()
+    server: ServerOptions = ServerOptions()
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise InvalidArgument("model", self.model, "must not be empty", "give a folder, a .gguf file or a hub id")
+        for role in ("prefill", "decode", "mixed"):
+            check_range(role, getattr(self, role), 0, MAX_GROUPS)
+            check_range(f"{role}_tp", getattr(self, f"{role}_tp"), 1, 1024)
+        if not self.groups():
+            raise InvalidArgument(
+                "prefill + decode + mixed", 0, "must be at least 1 group", "e.g. --prefill 1 --decode 1, or --mixed 1"
+            )
+        check_range("port", self.port, 0, 65535)
+
+    def groups(self) -> list[GroupSpec]:
+        """All places to fill, named `role-number`."""
+        sizes: list[tuple[Role, int, int]] = [
+            ("prefill", self.prefill, self.prefill_tp),
+            ("decode", self.decode, self.decode_tp),
+            ("mixed", self.mixed, self.mixed_tp),
+        ]
+        return [GroupSpec(GroupId(f"{role}-{i}"), role, tp) for role, num, tp in sizes for i in range(num)]
