@@ -172,7 +172,7 @@ def from_hf_config(config: dict[str, Any], generation: dict[str, Any] | None = N
             mlp_bias=architecture == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=architecture == "qwen3",
             max_context=_positive(config, "max_position_embeddings"),
-            eos_token_ids=_eos(config, generation or {}),
+            eos_token_ids=hf_eos_token_ids(config, generation or {}),
             bos_token_id=config.get("bos_token_id"),
             dtype=_dtype(config),
         ),
@@ -236,7 +236,8 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling]:
     raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3")
 
 
-def _eos(config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+def hf_eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    """`generation_config.json` overrules `config.json`, as in transformers."""
     value = generation.get("eos_token_id", config.get("eos_token_id"))
     if value is None:
         value = config.get("eos_token_id")
