@@ -1,0 +1,384 @@
+"""Owns the life of every request of one gateway: has it placed, follows its legs, replaces what was lost, ends it.
+
+Events are handled at once, in `on_frame` and when membership changes; only what must wait (for a group to live, for a
+ticket, for a pause to pass) runs in the request's driver, one task per request in the coordinator's task group.
+Deadlines and bounded waits use the event loop's time, instants use the injected clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+import msgspec
+
+from kvferry.cluster.legs import Leg, Record, Sequence, error_of
+from kvferry.cluster.messages import Audit, StepFrame
+from kvferry.cluster.placing import Placer
+from kvferry.cluster.ports import Clock
+from kvferry.cluster.prefix_index import PrefixIndex
+from kvferry.cluster.registry import Change, Registry
+from kvferry.cluster.router import Router
+from kvferry.cluster.stream import RequestStream
+from kvferry.cluster.transfers import Transfers
+from kvferry.runtime.config import check_range
+from kvferry.runtime.errors import (
+    CallerError,
+    Cancelled,
+    CapacityError,
+    DeadlineExceeded,
+    EndedError,
+    GroupDied,
+    GroupUnavailable,
+    InvalidArgument,
+    KvferryError,
+    QueueFull,
+    RetriesExhausted,
+)
+from kvferry.runtime.ids import Peer, RequestId, SequenceKey
+from kvferry.runtime.request import FinishReason, Request, TokenEvent
+from kvferry.runtime.timeline import Timeline
+
+
+class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Budgets and bounds of requests' lives."""
+
+    max_in_flight: int = 1024
+    """Requests; one more is refused with `QueueFull`."""
+    retry_budget: int = 3
+    """How often one sequence may be placed again after a loss or a refusal."""
+    retry_pause_s: float = 0.1
+    """Before a group that had no room is asked again; doubles each time."""
+    transfer_timeout_s: float = 20.0
+    """Lease of a transfer; renewed three times as often."""
+    expect_timeout_s: float = 5.0
+    unavailable_timeout_s: float = 60.0
+    """How long a request waits for a group to live."""
+
+    def __post_init__(self) -> None:
+        check_range("max_in_flight", self.max_in_flight, 1, 1 << 20)
+        check_range("retry_budget", self.retry_budget, 0, 1000)
+        check_range("retry_pause_s", self.retry_pause_s, 0.0, 60)
+        check_range("transfer_timeout_s", self.transfer_timeout_s, 0.01, 3600)
+        check_range("expect_timeout_s", self.expect_timeout_s, 0.01, 600)
+        check_range("unavailable_timeout_s", self.unavailable_timeout_s, 0.0, 3600)
+
+
+class Coordinator:
+    """Use as an async context manager; leaving it cancels what is in flight.
+
+    `on_frame` and `on_group_down` never block and may be called in any order with anything: stale, repeated and
+    unknown messages are dropped.
+    """
+
+    def __init__(
+        self, registry: Registry, router: Router, index: PrefixIndex, clock: Clock, config: CoordinatorConfig
+    ) -> None:
+        self._registry = registry
+        self._router = router
+        self._index = index
+        self._clock = clock
+        self._config = config
+        self._records: dict[RequestId, Record] = {}
+        self._transfers = Transfers(registry, config.transfer_timeout_s, config.expect_timeout_s)
+        self._placer = Placer(registry, router, index, self._transfers, clock, config.unavailable_timeout_s)
+        self._tasks = asyncio.TaskGroup()
+        self._closing = False
+        self._mean_request_s = 1.0
+        self.num_finished = 0
+        self.num_failed = 0
+        self.num_cancelled = 0
+        self.num_resumed = 0
+        """Finished requests that outlived a loss."""
+        registry.listen(self._on_change)
+
+    async def __aenter__(self) -> Coordinator:
+        await self._tasks.__aenter__()
+        self._maintenance = self._tasks.create_task(self._maintain(), name="coordinator maintenance")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        for record in list(self._records.values()):
+            self._finish(record, Cancelled(f"request {record.request.request_id}: the gateway is shutting down"))
+        self._maintenance.cancel()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    # ------------------------------------------------------------ API
+    @property
+    def in_flight(self) -> int:
+        return len(self._records)
+
+    def start(self, request: Request) -> RequestStream:
+        """Takes a request in.
+
+        Raises `QueueFull` above `max_in_flight`, `InvalidArgument` for an id in flight, `GroupUnavailable` when
+        shutting down.
+        """
+        if self._closing:
+            raise GroupUnavailable("the gateway is shutting down; ask another one")
+        if len(self._records) >= self._config.max_in_flight:
+            raise QueueFull(
+                f"requests in flight={len(self._records)}: at most {self._config.max_in_flight}; retry later",
+                retry_after_s=max(0.1, self._mean_request_s / self._config.max_in_flight),
+            )
+        if request.request_id in self._records:
+            raise InvalidArgument("request_id", request.request_id, "is in flight already", "use a new id")
+        record = Record(request, Timeline(received_ns=request.arrival_ns or self._clock.now_ns()))
+        record.stream = RequestStream(
+            record.timeline,
+            record.usage,
+            lambda index, num_unread: self._stop(record, index, num_unread),
+            lambda: self._close(record),
+        )
+        self._records[request.request_id] = record
+        record.driver = self._tasks.create_task(self._drive(record), name=f"request {request.request_id}")
+        return record.stream
+
+    def on_frame(self, peer: Peer, frame: StepFrame) -> None:
+        """What one engine step brought. Call it after the registry and the index have seen the frame."""
+        if frame.epoch != peer.epoch or self._registry.get(peer) is None:
+            return
+        self._router.observe(peer, frame.load)
+        for report in frame.transfers:
+            transfer = self._transfers.reported(peer, report)
+            if transfer is not None:
+                self._records[transfer.request_id].note_transfer(report)
+        for event in frame.tokens:
+            record = self._records.get(event.key.request_id)
+            if record is not None and 0 <= event.key.index < len(record.sequences):
+                self._on_event(record, record.sequences[event.key.index], peer, event)
+
+    def on_group_down(self, peer: Peer, reason: str) -> None:
+        """The incarnation is dead: registry, index and router forget it, its peers hear of it, its legs go elsewhere.
+
+        Idempotent; it is `Registry.down`, to which the coordinator listens.
+        """
+        self._registry.down(peer, reason)
+
+    # ------------------------------------------------------------ membership
+    def _on_change(self, change: Change, peer: Peer, reason: str) -> None:
+        if change in (Change.UP, Change.BACK):
+            for record in self._records.values():
+                record.wake.set()
+        elif change is Change.ABANDONED:
+            self._lose_group(peer, f"group {peer} does not answer: {reason}")
+        elif change is Change.DOWN:
+            self._index.forget(peer)
+            self._router.forget(peer)
+            for member in self._registry.members():
+                member.port.peer_gone(peer)
+            self._lose_group(peer, f"group {peer} died: {reason}")
+
+    def _lose_group(self, peer: Peer, reason: str) -> None:
+        for record in list(self._records.values()):
+            for placement in list(record.placements):
+                if peer not in (placement.prefill, placement.decode):
+                    continue
+                transfer = placement.transfer
+                if transfer is not None and peer in (transfer.source, transfer.destination):
+                    self._transfers.end(transfer, reason)
+                if placement.decode == peer:
+                    placement.decode = None
+                    record.wake.set()
+                for sequence in record.on(peer, placement):
+                    self._lose(record, sequence, GroupDied(reason))
+
+    # ------------------------------------------------------------ the driver
+    async def _drive(self, record: Record) -> None:
+        deadline_ns = record.request.deadline_ns
+        left_s = None if deadline_ns is None else (deadline_ns - self._clock.now_ns()) / 1e9
+        try:
+            async with asyncio.timeout(left_s):
+                while not record.over:
+                    await self._placer.place(record)
+        except TimeoutError:
+            message = f"request {record.request.request_id}: its deadline passed; allow more time or fewer max_tokens"
+            self._finish(record, DeadlineExceeded(message))
+        except KvferryError as error:
+            self._finish(record, error)
+
+    # ------------------------------------------------------------ events
+    def _on_event(self, record: Record, sequence: Sequence, peer: Peer, event: TokenEvent) -> None:
+        leg = sequence.leg
+        if leg is None or leg.peer != peer or leg.attempt != event.key.attempt:
+            return
+        if event.error_label is not None:
+            self._on_error(record, sequence, error_of(event.error_label, event.error_message or event.error_label))
+            return
+        if event.position > len(sequence.tokens):
+            reason = f"group {peer} skipped from token {len(sequence.tokens)} to {event.position}"
+            self._lose(record, sequence, GroupDied(reason))
+            return
+        if event.token_id is not None and event.position < len(sequence.tokens):
+            return
+        if not leg.reported:
+            self._on_first_event(record, sequence, leg, event)
+        handoff = event.finish_reason is FinishReason.HANDOFF
+        if event.token_id is not None:
+            record.timeline.first_token_ns = record.timeline.first_token_ns or self._clock.now_ns()
+            sequence.tokens.append(event.token_id)
+        if event.token_id is not None or not handoff:
+            record.stream.push(msgspec.structs.replace(event, finish_reason=None) if handoff else event)
+        if handoff:
+            self._hand_over(record, sequence, leg)
+        elif event.finish_reason is not None:
+            self._router.observe_output(len(sequence.tokens))
+            self._end(record, sequence)
+
+    def _on_first_event(self, record: Record, sequence: Sequence, leg: Leg, event: TokenEvent) -> None:
+        record.note_first_event(sequence, leg, event)
+        placement = leg.placement
+        placement.booking.prefilled()
+        if placement.transfer is not None and leg.peer == placement.transfer.destination:
+            self._transfers.settle(placement.transfer, sequence.index, adopted=True)
+
+    def _on_error(self, record: Record, sequence: Sequence, error: KvferryError) -> None:
+        if isinstance(error, CallerError | EndedError):
+            self._leave(record, sequence)
+            self._finish(record, error)
+        else:
+            self._lose(record, sequence, error, still_there=False)
+
+    def _hand_over(self, record: Record, sequence: Sequence, leg: Leg) -> None:
+        placement = leg.placement
+        decode = self._registry.get(placement.decode) if placement.decode is not None else None
+        if decode is None or not decode.routable:
+            self._leave(record, sequence)
+            sequence.avoid |= placement.refused
+            record.wake.set()
+            return
+        sequence.leg = None
+        self._placer.submit(record, [sequence], decode.peer, placement, handoff=False)
+
+    # ------------------------------------------------------------ ends
+    def _leave(self, record: Record, sequence: Sequence) -> Leg | None:
+        """The sequence leaves its placement; the last one gives back what the placement holds."""
+        leg, sequence.leg = sequence.leg, None
+        if leg is None:
+            return None
+        placement = leg.placement
+        placement.active.discard(sequence.index)
+        placement.booking.sequence_left()
+        if placement.transfer is not None:
+            self._transfers.settle(placement.transfer, sequence.index, adopted=False)
+        if not placement.active:
+            placement.booking.release()
+            record.placements.remove(placement)
+        return leg
+
+    def _lose(self, record: Record, sequence: Sequence, error: KvferryError, still_there: bool = True) -> None:
+        """The leg is lost or was refused; the sequence goes on elsewhere, within the budget."""
+        if record.over or sequence.leg is None:
+            return
+        if still_there:
+            self._cancel(record, [sequence])
+        leg = self._leave(record, sequence)
+        assert leg is not None
+        sequence.num_retries += 1
+        record.timeline.attempts = max(record.timeline.attempts, 1 + sequence.num_retries)
+        if sequence.num_retries > self._config.retry_budget:
+            self._finish(record, self._exhausted(record, sequence, error))
+            return
+        sequence.avoid.add(leg.peer)
+        if isinstance(error, CapacityError):
+            pause_s = self._config.retry_pause_s * 2 ** (sequence.num_retries - 1)
+            sequence.pause_until_ns = self._clock.now_ns() + int(pause_s * 1e9)
+        record.wake.set()
+
+    def _exhausted(self, record: Record, sequence: Sequence, error: KvferryError) -> KvferryError:
+        what = f"request {record.request.request_id}: gave up after {self._config.retry_budget} retries; last: {error}"
+        if isinstance(error, CapacityError) and not sequence.tokens:
+            return QueueFull(what, retry_after_s=max(1.0, self._mean_request_s))
+        return RetriesExhausted(what)
+
+    def _end(self, record: Record, sequence: Sequence) -> None:
+        """The sequence is complete."""
+        sequence.ended = True
+        self._leave(record, sequence)
+        if all(s.ended for s in record.sequences):
+            self._finish(record, None)
+
+    def _stop(self, record: Record, index: int, num_unread: int) -> None:
+        sequence = record.sequences[index]
+        del sequence.tokens[len(sequence.tokens) - num_unread :]
+        if not record.over and not sequence.ended:
+            self._cancel(record, [sequence])
+            self._end(record, sequence)
+
+    def _close(self, record: Record) -> None:
+        self._finish(record, Cancelled(f"request {record.request.request_id}: closed by its consumer"))
+
+    def _cancel(self, record: Record, sequences: list[Sequence]) -> None:
+        keys: dict[Peer, list[SequenceKey]] = {}
+        for sequence in sequences:
+            if sequence.leg is not None:
+                keys.setdefault(sequence.leg.peer, []).append(record.key(sequence))
+        for peer, theirs in keys.items():
+            if member := self._registry.get(peer):
+                member.port.cancel(theirs)
+
+    def _finish(self, record: Record, error: KvferryError | None) -> None:
+        """The request is over, one way or another: everything it holds anywhere goes back. Idempotent."""
+        if record.over:
+            return
+        record.over = True
+        self._cancel(record, record.sequences)
+        for sequence in record.sequences:
+            self._leave(record, sequence)
+        del self._records[record.request.request_id]
+        record.timeline.finished_ns = self._clock.now_ns()
+        self._count(record, error)
+        record.stream.end(error)
+        if record.driver is not asyncio.current_task():
+            record.driver.cancel()
+
+    def _count(self, record: Record, error: KvferryError | None) -> None:
+        if error is None:
+            self.num_finished += 1
+            self.num_resumed += record.timeline.attempts > 1
+            took_s = (self._clock.now_ns() - record.timeline.received_ns) / 1e9
+            self._mean_request_s += 0.1 * (took_s - self._mean_request_s)
+        elif isinstance(error, Cancelled):
+            self.num_cancelled += 1
+        else:
+            self.num_failed += 1
+
+    # ------------------------------------------------------------ upkeep
+    async def _maintain(self) -> None:
+        period_s = min(self._config.transfer_timeout_s / 3, self._registry.config.unreachable_after_s / 2)
+        while True:
+            await self._clock.sleep(period_s)
+            self._registry.check(self._clock.now_ns())
+            self._transfers.renew()
+
+    def check_invariants(self) -> None:
+        """Recomputes what is derived. For tests and audits."""
+        self._router.check_invariants()
+        self._index.check_invariants()
+        placements = [p for record in self._records.values() for p in record.placements]
+        assert len(placements) == self._router.num_bookings, "bookings differ from placements"
+        needed = {p.transfer.transfer_id for p in placements if p.transfer is not None and p.transfer.open}
+        assert needed == self._transfers.open_ids(), "open transfers differ from those that placements need"
+        for record in self._records.values():
+            for s in record.sequences:
+                assert s.leg is None or s.index in s.leg.placement.active, f"{s.index}: a leg without a placement"
+
+    def audit(self, groups: dict[Peer, Audit]) -> list[str]:
+        """What groups hold that no request here owns, in words; at rest, and with one gateway, empty."""
+        keys = {r.key(s) for r in self._records.values() for s in r.sequences if s.leg is not None}
+        transfers = self._transfers.open_ids()
+        findings: list[str] = []
+        if not self._records and self._router.num_bookings:
+            findings.append(f"router: {self._router.num_bookings} bookings without a request")
+        for peer, held in groups.items():
+            findings += [f"{peer}: {fault}" for fault in held.broken]
+            findings += [f"{peer}: runs {key}, which nobody waits for" for key in held.sequences if key not in keys]
+            for transfer_id in (*held.inbound, *held.outbound):
+                if transfer_id not in transfers:
+                    findings.append(f"{peer}: holds transfer {transfer_id}, which nobody waits for")
+            if not held.sequences and not held.inbound and not held.outbound and held.num_leased_blocks:
+                findings.append(f"{peer}: {held.num_leased_blocks} blocks are leased to nobody")
+        return findings

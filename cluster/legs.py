@@ -1,0 +1,189 @@
+"""A request's record while it runs: the only truth about it. Its sequences, and where each of them runs.
+
+    homeless ── placed ──▶ prefill leg ── HANDOFF ──▶ decode leg ──▶ ended
+        ▲                       │                         │
+        └──── its group was lost, refused it, or the decode group is not there
+
+A leg is one sequence on one group at one attempt; every leg has an attempt number of its own, so whatever an earlier
+leg still says is recognised and dropped. A placement is one routing decision and the sequences that follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as AbstractSequence
+
+from kvferry.cluster.router import Demand
+from kvferry.cluster.router_load import Booking
+from kvferry.cluster.stream import RequestStream
+from kvferry.cluster.transfers import Transfer
+from kvferry.runtime.errors import GroupDied, InvalidArgument, KvferryError, QueueFull, leaves
+from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
+from kvferry.runtime.request import Request, SequenceRequest, TokenEvent, Usage
+from kvferry.runtime.timeline import Timeline
+from kvferry.runtime.transfer.ticket import TransferEvent
+
+_BY_LABEL = {leaf.label: leaf for leaf in leaves()}
+
+
+def error_of(label: str, message: str) -> KvferryError:
+    """The error that a group meant by an event's label; `GroupDied` for a label that this version does not know."""
+    kind = _BY_LABEL.get(label, GroupDied)
+    if kind is QueueFull:
+        return QueueFull(message, retry_after_s=1.0)
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    if isinstance(error, InvalidArgument):  # its message is already composed: take the field's name back out of it
+        error.field, error.value, error.limit, error.hint = message.partition("=")[0], None, message, ""
+    return error
+
+
+class Placement:
+    """One routing decision at work. `active`: indexes of the sequences that follow it."""
+
+    def __init__(self, prefill: Peer | None, decode: Peer, booking: Booking, active: set[int]) -> None:
+        self.prefill = prefill
+        self.decode: Peer | None = decode
+        """`None`: it was lost; see `Record.without_decode`."""
+        self.refused: set[Peer] = set()
+        """Decode groups that did not answer."""
+        self.booking = booking
+        self.active = active
+        self.transfer: Transfer | None = None
+
+
+class Leg:
+    """Where a sequence runs now."""
+
+    def __init__(self, peer: Peer, attempt: int, placement: Placement) -> None:
+        self.peer = peer
+        self.attempt = attempt
+        self.placement = placement
+        self.reported = False
+        """Its first event came."""
+
+
+class Sequence:
+    """One continuation of the request."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        """Delivered."""
+        self.leg: Leg | None = None
+        self.ended = False
+        self.num_legs = 0
+        self.num_retries = 0
+        self.avoid: set[Peer] = set()
+        """Groups that refused or lost it; tried again only when there is nobody else, and not before `pause_until`."""
+        self.pause_until_ns = 0
+
+
+class Record:
+    """A request in flight."""
+
+    def __init__(self, request: Request, timeline: Timeline) -> None:
+        self.request = request
+        self.timeline = timeline
+        self.sequences = [Sequence(i) for i in range(request.sampling.n)]
+        self.placements: list[Placement] = []
+        self.num_transfers = 0
+        self.over = False
+        self.wake = asyncio.Event()
+        """Set when there may be something to place, or somewhere to place it."""
+        self.stream: RequestStream
+        self.driver: asyncio.Task[None]
+        self.prompt_hashes: list[BlockHash] | None = None
+        """Of the prompt's full blocks; computed once."""
+        self._num_cached: int | None = None
+        self._num_ferried_blocks = 0
+        self._ferried_bytes = 0
+
+    # ------------------------------------------------------------ questions
+    def homeless(self) -> list[Sequence]:
+        """Sequences that must be placed."""
+        return [s for s in self.sequences if s.leg is None and not s.ended]
+
+    def on(self, peer: Peer, placement: Placement | None = None) -> list[Sequence]:
+        """Sequences with a leg on `peer`."""
+        return [
+            s
+            for s in self.sequences
+            if s.leg is not None and s.leg.peer == peer and placement in (None, s.leg.placement)
+        ]
+
+    def without_decode(self) -> Placement | None:
+        """A placement whose decode group was lost while prefill still runs."""
+        for p in self.placements:
+            if p.decode is None and p.prefill is not None and self.on(p.prefill, p):
+                return p
+        return None
+
+    def shared_tokens(self, sequences: AbstractSequence[Sequence]) -> list[int]:
+        """The tokens that all of `sequences` start with, as far as placing them together uses it."""
+        if len(sequences) == 1 and sequences[0].tokens:
+            return self.request.prompt_token_ids + sequences[0].tokens
+        return self.request.prompt_token_ids
+
+    def demand(self, sequences: AbstractSequence[Sequence]) -> Demand:
+        left = self.request.sampling.max_tokens - min(len(s.tokens) for s in sequences)
+        return Demand(len(self.shared_tokens(sequences)), len(sequences), left)
+
+    def key(self, sequence: Sequence) -> SequenceKey:
+        assert sequence.leg is not None
+        return SequenceKey(self.request.request_id, sequence.index, sequence.leg.attempt)
+
+    def usage(self) -> Usage:
+        num_prompt = len(self.request.prompt_token_ids)
+        return Usage(
+            num_prompt_tokens=num_prompt,
+            num_cached_tokens=min(self._num_cached or 0, num_prompt),
+            num_output_tokens=sum(len(s.tokens) for s in self.sequences),
+            num_ferried_blocks=self._num_ferried_blocks,
+            ferried_bytes=self._ferried_bytes,
+        )
+
+    # ------------------------------------------------------------ changes
+    def begin_leg(
+        self, sequence: Sequence, peer: Peer, placement: Placement, handoff: bool, transfer_id: TransferId | None
+    ) -> SequenceRequest:
+        """The sequence runs on `peer` from now on; returns what the group must be told."""
+        assert sequence.leg is None
+        assert not sequence.ended
+        sequence.leg = Leg(peer, sequence.num_legs, placement)
+        sequence.num_legs += 1
+        request = self.request
+        return SequenceRequest(
+            key=self.key(sequence),
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            eos_token_ids=request.eos_token_ids,
+            output_token_ids=list(sequence.tokens),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            arrival_ns=request.arrival_ns,
+            deadline_ns=request.deadline_ns,
+            handoff_after=len(sequence.tokens) + 1 if handoff else None,
+            transfer_id=transfer_id,
+        )
+
+    def note_first_event(self, sequence: Sequence, leg: Leg, event: TokenEvent) -> None:
+        """A leg was admitted and its prompt computed: timeline and usage."""
+        leg.reported = True
+        sequence.avoid.clear()
+        if sequence.index == 0 and self._num_cached is None:
+            self._num_cached = event.num_cached_tokens
+        times = self.timeline
+        if leg.peer != leg.placement.prefill and leg.placement.prefill is not None:
+            times.decode_begin_ns = times.decode_begin_ns or event.begin_ns
+            return
+        times.prefill_begin_ns = times.prefill_begin_ns or event.begin_ns
+        times.prefill_end_ns = times.prefill_end_ns or event.end_ns
+        if leg.placement.prefill is None:
+            times.decode_begin_ns = times.decode_begin_ns or event.end_ns
+
+    def note_transfer(self, event: TransferEvent) -> None:
+        self._num_ferried_blocks += event.num_blocks
+        self._ferried_bytes += event.num_bytes
+        self.timeline.transfer_begin_ns = self.timeline.transfer_begin_ns or event.begin_ns
+        self.timeline.transfer_end_ns = event.end_ns

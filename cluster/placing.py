@@ -1,0 +1,162 @@
+"""Finds groups for a request's sequences and has their blocks sent there. Not: what happens to them then."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvferry.cluster.legs import Placement, Record, Sequence
+from kvferry.cluster.ports import Clock
+from kvferry.cluster.prefix_index import PrefixIndex
+from kvferry.cluster.registry import Registry
+from kvferry.cluster.router import Router, RoutingDecision
+from kvferry.cluster.transfers import Transfer, Transfers
+from kvferry.runtime.errors import GroupDied, GroupUnavailable, KvferryError
+from kvferry.runtime.ids import BlockHash, Peer
+from kvferry.runtime.kv.hashing import hash_chain, salted_root
+
+EXPECTED_BLOCKS_GRACE_S = 2.0
+"""How much longer than estimated a routed request's blocks count as about to appear."""
+
+
+class Placer:
+    """Called by each request's driver, one call at a time per request; the request's legs run on meanwhile."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        router: Router,
+        index: PrefixIndex,
+        transfers: Transfers,
+        clock: Clock,
+        unavailable_timeout_s: float,
+    ) -> None:
+        self._registry = registry
+        self._router = router
+        self._index = index
+        self._transfers = transfers
+        self._clock = clock
+        self._unavailable_timeout_s = unavailable_timeout_s
+
+    async def place(self, record: Record) -> None:
+        """Does the next thing that the request needs, or waits until there is one.
+
+        Raises `GroupUnavailable` when no group lived for too long.
+        """
+        if record.homeless():
+            await self._place_homeless(record)
+        elif placement := record.without_decode():
+            await self._place_decode(record, placement)
+        else:
+            await self._wait(record, None)
+
+    async def _wait(self, record: Record, seconds: float | None) -> None:
+        """Until something changed for the request, or `seconds` passed."""
+        record.wake.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await record.wake.wait()
+        except TimeoutError:
+            return
+
+    async def _place_homeless(self, record: Record) -> None:
+        """Finds a home for every homeless sequence. Raises `GroupUnavailable` when none turns up in time."""
+        since_ns: int | None = None
+        while homeless := record.homeless():
+            now_ns = self._clock.now_ns()
+            decision = self._decide(record, homeless, now_ns)
+            if decision is None:
+                since_ns = now_ns if since_ns is None else since_ns
+                left_s = self._unavailable_timeout_s - (now_ns - since_ns) / 1e9
+                if left_s <= 0:
+                    raise GroupUnavailable(
+                        f"no group has been reachable for {self._unavailable_timeout_s} s; see `kvferry status`"
+                    )
+                await self._wait(record, left_s)
+                continue
+            asked = {decision.prefill, decision.decode}
+            pause_ns = max((s.pause_until_ns for s in homeless if asked & s.avoid), default=0) - now_ns
+            if pause_ns > 0:
+                await self._wait(record, pause_ns / 1e9)
+                continue
+            await self._send_off(record, homeless, decision, now_ns)
+            return
+
+    def _decide(self, record: Record, sequences: list[Sequence], now_ns: int) -> RoutingDecision | None:
+        members = self._registry.routable()
+        if not members:
+            return None
+        hits = self._index.longest_prefix(self._hashes(record, record.shared_tokens(sequences)), now_ns)
+        avoid = set[Peer]().union(*(s.avoid for s in sequences))
+        return self._router.route(record.demand(sequences), members, hits, avoid)
+
+    async def _send_off(
+        self, record: Record, sequences: list[Sequence], decision: RoutingDecision, now_ns: int
+    ) -> None:
+        placement = Placement(
+            decision.prefill, decision.decode, self._router.book(decision), {s.index for s in sequences}
+        )
+        record.placements.append(placement)
+        record.timeline.routed_ns = record.timeline.routed_ns or now_ns
+        tokens = record.shared_tokens(sequences)
+        where = decision.prefill or decision.decode
+        until_s = 2 * (decision.queue_s + decision.prefill_s) + EXPECTED_BLOCKS_GRACE_S
+        self._index.expect(where, self._hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
+        self.submit(record, sequences, where, placement, handoff=decision.prefill is not None)
+        if decision.prefill is not None:
+            await self._ferry(record, placement, tokens)
+
+    async def _place_decode(self, record: Record, placement: Placement) -> None:
+        """Another decode group for a prefill that runs. Without any, the hand-over leads back to being homeless."""
+        prefill = self._registry.get(placement.prefill) if placement.prefill is not None else None
+        if prefill is None:
+            return
+        sequences = record.on(prefill.peer, placement)
+        tokens = record.shared_tokens(sequences)
+        hits = self._index.longest_prefix(self._hashes(record, tokens), self._clock.now_ns())
+        others = [m for m in self._registry.routable() if m.peer not in placement.refused]
+        decision = self._router.route_decode(record.demand(sequences), prefill, others, hits)
+        if decision is None:
+            await self._wait(record, None)
+            return
+        placement.decode = decision.decode
+        placement.booking.move_decode(decision.decode)
+        await self._ferry(record, placement, tokens)
+
+    async def _ferry(self, record: Record, placement: Placement, tokens: list[int]) -> None:
+        """Has the prompt's blocks sent to the placement's decode group, if that is possible."""
+        source, destination = placement.prefill, placement.decode
+        if source is None or destination is None:
+            return
+        waiting = set(placement.active)
+        transfer = Transfer(record.request.request_id, record.num_transfers, source, destination, waiting)
+        record.num_transfers += 1
+        placement.transfer = transfer
+        self._transfers.begin(transfer)
+        try:
+            await self._transfers.arrange(transfer, tokens, record.request.cache_salt)
+        except (GroupUnavailable, GroupDied) as error:
+            self._transfers.end(transfer, str(error))
+            placement.refused.add(destination)
+            if placement.decode == destination:
+                placement.decode = None
+        except KvferryError as error:  # no room, or no way: the decode group computes what it lacks
+            self._transfers.end(transfer, str(error))
+
+    def submit(
+        self, record: Record, sequences: list[Sequence], peer: Peer, placement: Placement, handoff: bool
+    ) -> None:
+        member = self._registry.get(peer)
+        assert member is not None, f"{peer} was routed to but is not registered"
+        transfer = placement.transfer
+        transfer_id = transfer.transfer_id if transfer is not None and transfer.open and not handoff else None
+        member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id) for s in sequences])
+
+    def _hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:
+        is_prompt = tokens is record.request.prompt_token_ids
+        if is_prompt and record.prompt_hashes is not None:
+            return record.prompt_hashes
+        root = salted_root(self._registry.hash_root, record.request.cache_salt)
+        hashes = hash_chain(root, tokens, self._registry.block_size)
+        if is_prompt:
+            record.prompt_hashes = hashes
+        return hashes

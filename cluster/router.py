@@ -1,0 +1,246 @@
+"""Chooses groups for a request by cost in seconds, from measured rates.
+
+    cost = queue + prefill + stall + transfer + decode
+
+    queue      tokens waiting before it / prefill rate
+    prefill    tokens of the prompt that the group lacks / prefill rate
+    stall      prefill seconds x sequences that decode on the same group: each of them waits meanwhile. A `decode`
+               group is kept free for decodes about to arrive, so it counts at least one. This is what makes
+               prefilling elsewhere worth a transfer
+    transfer   bytes of the full blocks that the destination lacks / link rate + a message's latency
+    decode     expected output tokens x (step time at the batch joined + what that adds to each other's steps)
+
+Seconds of others' waiting weigh as much as the request's own. Options compared: everything on one group; prefill on one
+group and ship to another. Load is booked when it is decided; of a booking and a group's report of it the larger counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from kvferry.cluster.messages import Load
+from kvferry.cluster.registry import Member
+from kvferry.cluster.router_load import Booking, GroupRates, LoadBook
+from kvferry.runtime.config import check_range
+from kvferry.runtime.ids import Peer
+
+TRANSFER_LATENCY_S = 0.003
+"""Expect, ticket and the last message's way: about three small messages and a step border."""
+COST_GRAIN_S = 1e-4
+"""Costs closer than this are ties; ties go to who was chosen least recently."""
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Policy, and what is assumed before anything was measured."""
+
+    disaggregate: Literal["auto", "always", "never"] = "auto"
+    """`auto`: where it costs fewer seconds. `always`: whenever there are blocks to ship and groups of both roles."""
+    prior_prefill_tokens_per_s: float = 500.0
+    prior_decode_step_s: float = 0.03
+    prior_link_bytes_per_s: float = 500e6
+
+    def __post_init__(self) -> None:
+        check_range("prior_prefill_tokens_per_s", self.prior_prefill_tokens_per_s, 1e-3, 1e9)
+        check_range("prior_decode_step_s", self.prior_decode_step_s, 1e-6, 1e3)
+        check_range("prior_link_bytes_per_s", self.prior_link_bytes_per_s, 1.0, 1e13)
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What is to be placed: `num_sequences` that share their first `num_tokens` tokens."""
+
+    num_tokens: int
+    num_sequences: int
+    max_new_tokens: int
+    """Of the longest sequence, still to be drawn."""
+
+    @property
+    def num_decoding(self) -> int:
+        return self.num_sequences if self.max_new_tokens > 1 else 0
+
+
+class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to, why, and the parts of the cost in seconds."""
+
+    prefill: Peer | None
+    """`None`: all is done on `decode`."""
+    decode: Peer
+    hits: dict[Peer, int]
+    """Leading blocks that each group was thought to hold."""
+    num_prefill_tokens: int
+    """To be computed by whoever prefills."""
+    num_decoding: int
+    """Sequences that will decode on `decode`."""
+    queue_s: float
+    prefill_s: float
+    stall_s: float
+    transfer_s: float
+    decode_s: float
+    reason: str
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s + self.stall_s + self.transfer_s + self.decode_s
+
+
+class Router:
+    """Keeps rates and booked load per group. Knows nothing of requests' lives."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._rates = GroupRates(
+            config.prior_prefill_tokens_per_s, config.prior_decode_step_s, config.prior_link_bytes_per_s
+        )
+        self._book = LoadBook()
+        self._picked: dict[Peer, int] = {}
+        self._num_picks = 0
+
+    # ------------------------------------------------------------ choosing
+    def route(
+        self, demand: Demand, members: Sequence[Member], hits: Mapping[Peer, int], avoid: Iterable[Peer] = ()
+    ) -> RoutingDecision | None:
+        """The cheapest option among the routable members; `None` if there is none.
+
+        Members in `avoid` are chosen only if there is nobody else.
+        """
+        live = _preferred(members, avoid)
+        if demand.max_new_tokens <= 1:
+            return self._cheapest([self._whole(demand, m, hits, "one token: no decode phase") for m in live])
+        decoders = [m for m in live if m.info.role != "prefill"]
+        prefillers = [m for m in live if m.info.role != "decode"]
+        if not decoders:
+            return self._cheapest([self._whole(demand, m, hits, "no decode group lives") for m in live])
+        why = "cheapest on one group" if prefillers else "no prefill group lives"
+        whole = [self._whole(demand, m, hits, why) for m in decoders]
+        ship = self._shipped(demand, prefillers, decoders, hits)
+        if self._config.disaggregate == "never" or not ship:
+            return self._cheapest(whole)
+        return self._cheapest(ship if self._config.disaggregate == "always" else whole + ship)
+
+    def route_decode(
+        self, demand: Demand, prefill: Member, members: Sequence[Member], hits: Mapping[Peer, int]
+    ) -> RoutingDecision | None:
+        """Another decode group for what `prefill` is computing already; `None` if no other lives."""
+        decoders = [m for m in _preferred(members, ()) if m.info.role != "prefill" and m.peer != prefill.peer]
+        return self._cheapest([self._pair(demand, prefill, m, hits, "decode group lost") for m in decoders])
+
+    # ------------------------------------------------------------ load
+    def book(self, decision: RoutingDecision) -> Booking:
+        """Books a decision's load; the caller owns the booking."""
+        for peer in (decision.prefill, decision.decode):
+            if peer is not None:
+                self._num_picks += 1
+                self._picked[peer] = self._num_picks
+        where = decision.prefill or decision.decode
+        return self._book.book(where, decision.num_prefill_tokens, decision.decode, decision.num_decoding)
+
+    def observe(self, peer: Peer, load: Load) -> None:
+        """A group's report."""
+        self._rates.observe(peer, load)
+
+    def observe_output(self, num_tokens: int) -> None:
+        """How long a sequence became."""
+        self._rates.observe_output(num_tokens)
+
+    def forget(self, peer: Peer) -> None:
+        """The group is gone; bookings on it are released by their owners."""
+        self._rates.forget(peer)
+        self._picked.pop(peer, None)
+
+    @property
+    def num_bookings(self) -> int:
+        return len(self._book.bookings)
+
+    def booked(self, peer: Peer) -> tuple[int, int]:
+        """Tokens to prefill and sequences that this router has placed there and that are not yet done."""
+        return self._book.booked(peer)
+
+    def check_invariants(self) -> None:
+        self._book.check_invariants()
+
+    # ------------------------------------------------------------ costs
+    def _whole(self, demand: Demand, member: Member, hits: Mapping[Peer, int], reason: str) -> RoutingDecision:
+        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, member, hits)
+        return RoutingDecision(
+            prefill=None,
+            decode=member.peer,
+            hits=dict(hits),
+            num_prefill_tokens=num_tokens,
+            num_decoding=demand.num_decoding,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            stall_s=stall_s,
+            transfer_s=0.0,
+            decode_s=self._decode(demand, member),
+            reason=reason,
+        )
+
+    def _pair(
+        self, demand: Demand, prefill: Member, decode: Member, hits: Mapping[Peer, int], reason: str
+    ) -> RoutingDecision:
+        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, prefill, hits)
+        missing = demand.num_tokens // decode.info.block_size - hits.get(decode.peer, 0)
+        num_bytes = max(0, missing) * decode.info.block_bytes
+        return RoutingDecision(
+            prefill=prefill.peer,
+            decode=decode.peer,
+            hits=dict(hits),
+            num_prefill_tokens=num_tokens,
+            num_decoding=demand.num_decoding,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            stall_s=stall_s,
+            transfer_s=TRANSFER_LATENCY_S + num_bytes / self._rates.link_bytes_per_s(decode.peer),
+            decode_s=self._decode(demand, decode),
+            reason=reason,
+        )
+
+    def _shipped(
+        self, demand: Demand, prefillers: list[Member], decoders: list[Member], hits: Mapping[Peer, int]
+    ) -> list[RoutingDecision]:
+        """Pairs for which there is something to ship."""
+        return [
+            self._pair(demand, p, d, hits, "cheaper to prefill apart")
+            for p in prefillers
+            for d in decoders
+            if p.peer != d.peer and hits.get(d.peer, 0) < demand.num_tokens // d.info.block_size
+        ]
+
+    def _prefill(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> tuple[float, float, float, int]:
+        """Seconds of queue, prefill and stall; tokens to compute (at least the last one)."""
+        rate = self._rates.prefill_tokens_per_s(member.peer)
+        num_tokens = max(1, demand.num_tokens - hits.get(member.peer, 0) * member.info.block_size)
+        waiting = max(member.load.waiting_tokens, self._book.booked(member.peer)[0])
+        decoding = self._num_decoding(member)
+        if member.info.role == "decode":
+            decoding = max(1, decoding)
+        return waiting / rate, num_tokens / rate, num_tokens / rate * decoding, num_tokens
+
+    def _decode(self, demand: Demand, member: Member) -> float:
+        num_steps = min(demand.max_new_tokens - 1, self._rates.output_tokens)
+        return num_steps * self._rates.joined_step_s(member.peer, self._num_decoding(member), demand.num_sequences)
+
+    def _num_decoding(self, member: Member) -> int:
+        # What runs on a prefill group is prefill, which counts as queue; only what was placed there to stay decodes.
+        reported = 0 if member.info.role == "prefill" else member.load.num_running
+        return max(reported, self._book.booked(member.peer)[1])
+
+    def _cheapest(self, options: list[RoutingDecision]) -> RoutingDecision | None:
+        def key(option: RoutingDecision) -> tuple[float, int, int, str]:
+            where = option.prefill or option.decode
+            return (
+                round(option.total_s / COST_GRAIN_S),
+                self._picked.get(where, 0),
+                self._picked.get(option.decode, 0),
+                f"{where} {option.decode}",
+            )
+
+        return min(options, key=key, default=None)
+
+
+def _preferred(members: Sequence[Member], avoid: Iterable[Peer]) -> list[Member]:
+    avoided = set(avoid)
+    live = [m for m in members if m.routable]
+    return [m for m in live if m.peer not in avoided] or live

@@ -1,0 +1,157 @@
+"""What the router has measured and booked per group. Not: how it weighs them."""
+
+from __future__ import annotations
+
+from kvferry.cluster.messages import Load
+from kvferry.runtime.ids import Peer
+
+WEIGHT = 0.2
+"""Of a new measurement in an exponentially weighted mean."""
+PRIOR_OUTPUT_TOKENS = 128.0
+PRIOR_SLOPE = 0.05
+"""Share of a step's time that each further sequence adds, before two different batches were measured."""
+
+
+class _StepTime:
+    """Step seconds as a line over the batch, `base + slope * batch`, fitted to exponentially weighted moments."""
+
+    def __init__(self) -> None:
+        self.x = self.y = self.xx = self.xy = 0.0
+        self.seen = False
+
+    def add(self, batch: int, step_s: float) -> None:
+        x, y = float(batch), step_s
+        w = WEIGHT if self.seen else 1.0
+        self.seen = True
+        self.x += w * (x - self.x)
+        self.y += w * (y - self.y)
+        self.xx += w * (x * x - self.xx)
+        self.xy += w * (x * y - self.xy)
+
+    def line(self, prior_s: float) -> tuple[float, float]:
+        """`(base, slope)`, both at least 0."""
+        if not self.seen:
+            return prior_s * (1 - PRIOR_SLOPE), prior_s * PRIOR_SLOPE
+        variance = self.xx - self.x * self.x
+        measured = variance > 0.25  # batches that differ by one now and then
+        slope = (self.xy - self.x * self.y) / variance if measured else PRIOR_SLOPE * self.y
+        slope = min(max(slope, 0.0), self.y / max(1.0, self.x))
+        return self.y - slope * self.x, slope
+
+
+class GroupRates:
+    """Measured rates; for a group without any, the mean of the others', or the prior."""
+
+    def __init__(self, prefill_tokens_per_s: float, decode_step_s: float, link_bytes_per_s: float) -> None:
+        self._prior = (prefill_tokens_per_s, decode_step_s, link_bytes_per_s)
+        self._prefill: dict[Peer, float] = {}
+        self._link: dict[Peer, float] = {}
+        self._step: dict[Peer, _StepTime] = {}
+        self.output_tokens = PRIOR_OUTPUT_TOKENS
+        """Mean length of outputs."""
+
+    def observe(self, peer: Peer, load: Load) -> None:
+        for means, value in ((self._prefill, load.prefill_tokens_per_s), (self._link, load.link_bytes_per_s)):
+            if value > 0:
+                means[peer] = means.get(peer, value) + WEIGHT * (value - means.get(peer, value))
+        if load.decode_step_s > 0 and load.num_running > 0:
+            self._step.setdefault(peer, _StepTime()).add(load.num_running, load.decode_step_s)
+
+    def observe_output(self, num_tokens: int) -> None:
+        self.output_tokens += WEIGHT / 4 * (num_tokens - self.output_tokens)
+
+    def forget(self, peer: Peer) -> None:
+        for known in (self._prefill, self._link, self._step):
+            known.pop(peer, None)
+
+    def prefill_tokens_per_s(self, peer: Peer) -> float:
+        return _known(self._prefill, peer, self._prior[0])
+
+    def link_bytes_per_s(self, peer: Peer) -> float:
+        return _known(self._link, peer, self._prior[2])
+
+    def joined_step_s(self, peer: Peer, num_running: int, joining: int) -> float:
+        """A step of the batch after `joining` came, and what that adds to the step of each who was there."""
+        base, slope = self._step.get(peer, _StepTime()).line(self._prior[1])
+        return base + slope * (num_running + joining) + slope * joining * num_running
+
+
+def _known(means: dict[Peer, float], peer: Peer, prior: float) -> float:
+    if peer in means:
+        return means[peer]
+    return sum(means.values()) / len(means) if means else prior
+
+
+class Booking:
+    """Load of one placement: tokens to prefill here, sequences that decode (or will) there.
+
+    Has one owner, who calls `release` in the end, whatever happens.
+    """
+
+    def __init__(self, book: LoadBook, prefill: Peer, num_tokens: int, decode: Peer, num_sequences: int) -> None:
+        self._book = book
+        self.prefill = prefill
+        self.num_tokens = num_tokens
+        self.decode = decode
+        self.num_sequences = num_sequences
+
+    def prefilled(self) -> None:
+        """The prompt is computed. Idempotent."""
+        self._book.add(self.prefill, -self.num_tokens, 0)
+        self.num_tokens = 0
+
+    def sequence_left(self) -> None:
+        """One of the sequences ended, or goes on elsewhere."""
+        if self.num_sequences:
+            self.num_sequences -= 1
+            self._book.add(self.decode, 0, -1)
+
+    def move_decode(self, decode: Peer) -> None:
+        """Another group will decode."""
+        self._book.add(self.decode, 0, -self.num_sequences)
+        self._book.add(decode, 0, self.num_sequences)
+        self.decode = decode
+
+    def release(self) -> None:
+        """Idempotent."""
+        self.prefilled()
+        self._book.add(self.decode, 0, -self.num_sequences)
+        self.num_sequences = 0
+        self._book.bookings.discard(self)
+
+
+class LoadBook:
+    """All bookings that are not released, and their sums per group."""
+
+    def __init__(self) -> None:
+        self.bookings: set[Booking] = set()
+        self._sums: dict[Peer, tuple[int, int]] = {}
+
+    def book(self, prefill: Peer, num_tokens: int, decode: Peer, num_sequences: int) -> Booking:
+        booking = Booking(self, prefill, num_tokens, decode, num_sequences)
+        self.bookings.add(booking)
+        self.add(prefill, num_tokens, 0)
+        self.add(decode, 0, num_sequences)
+        return booking
+
+    def add(self, peer: Peer, num_tokens: int, num_sequences: int) -> None:
+        """For `Booking` only."""
+        tokens, sequences = self.booked(peer)
+        total = (tokens + num_tokens, sequences + num_sequences)
+        if total == (0, 0):
+            self._sums.pop(peer, None)
+        else:
+            self._sums[peer] = total
+
+    def booked(self, peer: Peer) -> tuple[int, int]:
+        """Tokens to prefill, sequences to decode."""
+        return self._sums.get(peer, (0, 0))
+
+    def check_invariants(self) -> None:
+        """Recomputes the sums."""
+        sums: dict[Peer, list[int]] = {}
+        for booking in self.bookings:
+            sums.setdefault(booking.prefill, [0, 0])[0] += booking.num_tokens
+            sums.setdefault(booking.decode, [0, 0])[1] += booking.num_sequences
+        truth = {peer: (t, s) for peer, (t, s) in sums.items() if (t, s) != (0, 0)}
+        assert truth == self._sums, f"booked load differs: {self._sums}, should be {truth}"

@@ -1,0 +1,104 @@
+"""Transfers as the coordinator sees them: asked for, ticket passed on, kept alive, ended on both sides.
+
+A transfer is open from `begin` until every sequence that may use its blocks has either been admitted at the
+destination (its decode leg's first event: the engine has taken over the lease) or will never come.
+"""
+
+from __future__ import annotations
+
+from kvferry.cluster.registry import Registry
+from kvferry.runtime.errors import GroupUnavailable
+from kvferry.runtime.ids import Peer, RequestId, TransferId
+from kvferry.runtime.transfer.ticket import ExpectRequest, TransferEvent
+
+
+class Transfer:
+    """One transfer of one placement. `waiting`: indexes of the sequences that may still need it."""
+
+    def __init__(self, request_id: RequestId, attempt: int, source: Peer, destination: Peer, waiting: set[int]) -> None:
+        self.request_id = request_id
+        self.transfer_id = TransferId(f"{request_id}/{attempt}")
+        self.attempt = attempt
+        self.source = source
+        self.destination = destination
+        self.waiting = waiting
+        self.adopted = False
+        self.open = True
+
+
+class Transfers:
+    """The open transfers of one gateway."""
+
+    def __init__(self, registry: Registry, timeout_s: float, expect_timeout_s: float) -> None:
+        self._registry = registry
+        self._timeout_s = timeout_s
+        self._expect_timeout_s = expect_timeout_s
+        self._open: dict[TransferId, Transfer] = {}
+
+    def begin(self, transfer: Transfer) -> None:
+        self._open[transfer.transfer_id] = transfer
+
+    async def arrange(self, transfer: Transfer, token_ids: list[int], cache_salt: str) -> None:
+        """Makes room at the destination and tells the source what to send.
+
+        Raises `GroupUnavailable` or `GroupDied` when the destination is of no use, another `KvferryError` when it
+        only has no room. The caller ends the transfer then.
+        """
+        source, destination = self._registry.get(transfer.source), self._registry.get(transfer.destination)
+        if source is None or destination is None:
+            raise GroupUnavailable(f"transfer {transfer.transfer_id}: one of its groups is gone")
+        ticket = await destination.port.expect(
+            ExpectRequest(
+                transfer_id=transfer.transfer_id,
+                attempt=transfer.attempt,
+                source=source.info.address,
+                token_ids=token_ids,
+                cache_salt=cache_salt,
+                timeout_s=self._timeout_s,
+            ),
+            self._expect_timeout_s,
+        )
+        if transfer.open and ticket.missing and self._registry.get(transfer.source) is source:
+            source.port.send_ticket(ticket)
+
+    def settle(self, transfer: Transfer, index: int, adopted: bool) -> None:
+        """Sequence `index` was admitted at the destination (`adopted`), or will not come. Idempotent."""
+        transfer.waiting.discard(index)
+        transfer.adopted = transfer.adopted or adopted
+        if transfer.waiting or not transfer.open:
+            return
+        if transfer.adopted:
+            transfer.open = False
+            del self._open[transfer.transfer_id]
+        else:
+            self.end(transfer, "no sequence needs it any more")
+
+    def end(self, transfer: Transfer, reason: str) -> None:
+        """Tells both sides that nothing more is wanted or will come. Idempotent."""
+        if not transfer.open:
+            return
+        transfer.open = False
+        del self._open[transfer.transfer_id]
+        for peer in (transfer.destination, transfer.source):
+            if member := self._registry.get(peer):
+                member.port.end_transfer(transfer.transfer_id, transfer.attempt, reason)
+
+    def renew(self) -> None:
+        """Prolongs the leases of all open transfers, on both sides."""
+        by_peer: dict[Peer, list[TransferId]] = {}
+        for transfer in self._open.values():
+            for peer in (transfer.destination, transfer.source):
+                by_peer.setdefault(peer, []).append(transfer.transfer_id)
+        for peer, transfer_ids in by_peer.items():
+            if member := self._registry.get(peer):
+                member.port.renew(transfer_ids, self._timeout_s)
+
+    def reported(self, peer: Peer, event: TransferEvent) -> Transfer | None:
+        """The open transfer that a destination's report is about; `None` for a stale or unknown one."""
+        transfer = self._open.get(event.transfer_id)
+        if transfer is None or transfer.destination != peer or transfer.attempt != event.attempt:
+            return None
+        return transfer
+
+    def open_ids(self) -> set[TransferId]:
+        return set(self._open)
