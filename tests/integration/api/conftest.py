@@ -1,10 +1,13 @@
-"""A `Service` without a model: one token per character; what it does is steered by the request."""
+"""A real gRPC server over a `Service` without a model: one token per character, steered by the request."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
+
+from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.service import (
     ChatMessage,
     ClusterView,
@@ -54,7 +57,7 @@ TIMELINE = Timeline(received_ns=1, first_token_ns=5, finished_ns=9, attempts=2)
 
 
 class FakeService:
-    """The output repeats the prompt's tokens. `hang` in a prompt: waits after the first delta."""
+    """The output repeats the prompt's tokens. "hang" in a prompt: waits after the first delta. "flood": never ends."""
 
     def __init__(self) -> None:
         self.calls: list[GenerateCall] = []
@@ -63,6 +66,7 @@ class FakeService:
         self.fail_first = False
         self.closed = asyncio.Event()
         """A stream that hung was closed."""
+        self.num_flooded = 0
         self.findings: list[str] = []
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
@@ -77,6 +81,9 @@ class FakeService:
             tokens = call.token_ids or []
             check_token_ids("token_ids", tokens, VOCAB)
         yield Started(call.request_id, tokens)
+        while call.prompt == "flood":
+            self.num_flooded += 1
+            yield Delta(0, [1], "x" * (64 << 10))
         num = min(call.sampling.max_tokens, len(tokens))
         for position in range(num):
             for index in range(call.sampling.n):
@@ -118,3 +125,22 @@ class FakeService:
 
     async def audit(self) -> list[str]:
         return self.findings
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture
+async def api(service: FakeService) -> AsyncIterator[ApiServer]:
+    server = make_server(service, "127.0.0.1", 0)
+    await server.start()
+    server.set_ready(True)
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+def target(api: ApiServer) -> str:
+    return f"127.0.0.1:{api.port}"
