@@ -1,0 +1,212 @@
+"""Groups as Ray actors: one placement group (`STRICT_PACK`) and one actor per rank. The only file that calls Ray.
+
+Ray's handles are typed loosely, hence `Any` at its border.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import psutil
+import ray
+import structlog
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kvferry.cluster.peer_stream import error_from
+from kvferry.cluster.supervisor import OnProgress
+from kvferry.cluster.topology import Allotment
+from kvferry.cluster.worker import Failure, Loaded, Started, Worker, WorkerSpec
+from kvferry.runtime.config import EngineConfig
+from kvferry.runtime.errors import GroupUnavailable, ResourceMissing
+from kvferry.runtime.ids import Epoch, Peer
+from kvferry.runtime.transfer.ticket import GroupAddress
+
+PLACE_TIMEOUT_S = 30.0
+NUM_CALL_THREADS = 4
+"""Of an actor: `load` or `start`, `progress`, `wait_end`, and one to spare."""
+
+_log = structlog.get_logger(__name__)
+
+
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What all groups of a launch share."""
+
+    model: str
+    engine: EngineConfig
+    secret: str
+    host: str | None
+    """Where workers listen; `None`: their Ray node's address."""
+    load_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0
+    log_json: bool = False
+    rank_class: str = "kvferry.runtime.rank:Rank"
+    engine_class: str = "kvferry.runtime.engine:Engine"
+
+
+class RayGroup:
+    """The actors of one incarnation; implements `supervisor.Incarnation`."""
+
+    def __init__(self, peer: Peer, reservation: Any, on_this_machine: bool) -> None:
+        self.peer = peer
+        self.target = ""
+        self._reservation = reservation
+        self.actors: list[Any] = []
+        self._on_this_machine = on_this_machine
+        self._processes: list[psutil.Process] = []  # each remembers its start time, so a reused pid is not hit
+
+    async def call(self, timeout_s: float, calls: list[Any]) -> list[Any]:
+        """Results of one call per rank. Raises `GroupUnavailable`, or what a rank reported."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                results = await asyncio.gather(*(_result(call) for call in calls))
+        except TimeoutError:
+            raise GroupUnavailable(f"{self.peer} did not start within {timeout_s} s") from None
+        except RayError as error:
+            raise GroupUnavailable(f"{self.peer} did not start: {_short(error)}") from error
+        for result in results:
+            if isinstance(result, Failure):
+                raise error_from(result.label, result.message)
+        return results
+
+    async def bring_up(self, options: RayOptions, on_progress: OnProgress) -> None:
+        shares = [0.0] * len(self.actors)
+
+        async def follow(rank: int) -> None:
+            while shares[rank] < 1.0:
+                shares[rank] = await _result(self.actors[rank].progress.remote(shares[rank]))
+                on_progress(sum(shares) / len(shares))
+
+        follows = [asyncio.ensure_future(_quietly(follow(rank))) for rank in range(len(self.actors))]
+        try:
+            loaded: list[Loaded] = await self.call(options.load_timeout_s, [a.load.remote() for a in self.actors])
+        finally:
+            for task in follows:
+                task.cancel()
+            await asyncio.gather(*follows, return_exceptions=True)
+        pids = [rank.pid for rank in loaded]
+        if self._on_this_machine:
+            self._processes = [psutil.Process(pid) for pid in pids]
+        own = GroupAddress(
+            peer=self.peer,
+            tp_size=len(loaded),
+            fingerprint=loaded[0].fingerprint,
+            ranks=[rank.address for rank in loaded],
+        )
+        starts = [actor.start.remote(own, loaded[0], pids) for actor in self.actors]
+        started: list[Started] = await self.call(options.start_timeout_s, starts)
+        self.target = started[0].target
+
+    async def wait_dead(self) -> str:
+        ends = [asyncio.ensure_future(_result(actor.wait_end.remote())) for actor in self.actors]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [(rank, end.exception()) for rank, end in enumerate(ends) if end.done()]
+            return "; ".join(f"rank {rank}: {_short(error)}" for rank, error in failed)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def kill(self) -> None:
+        """Also ends a stopped (SIGSTOP) process, which Ray's own kill may not, where it is on this machine."""
+        await asyncio.to_thread(self._kill)
+
+    def _kill(self) -> None:
+        for actor in self.actors:
+            with contextlib.suppress(RayError):
+                ray.kill(actor, no_restart=True)
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(RayError):
+            remove_placement_group(self._reservation)
+
+
+class RayLauncher:
+    """Implements `supervisor.Launcher`."""
+
+    def __init__(self, options: RayOptions) -> None:
+        self._options = options
+        # Detached actors are not used: all of them end with this driver.
+        self._actor_class: Any = ray.remote(Worker)
+
+    async def start(self, allotment: Allotment, epoch: Epoch, on_progress: OnProgress) -> RayGroup:
+        """Raises `ResourceMissing`, `GroupUnavailable`, and what a rank's load reports."""
+        peer = Peer(allotment.spec.group, epoch)
+        bundles = [{"CPU": allotment.cpus}] * allotment.spec.tp_size
+        reservation = await asyncio.to_thread(placement_group, bundles, strategy="STRICT_PACK", name=str(peer))
+        group = RayGroup(peer, reservation, self._options.host is not None)
+        try:
+            await self._reserve(allotment, reservation)
+            group.actors = self._make(allotment, peer, reservation)
+            await group.bring_up(self._options, on_progress)
+        except BaseException:
+            await asyncio.shield(group.kill())
+            raise
+        return group
+
+    async def _reserve(self, allotment: Allotment, reservation: Any) -> None:
+        # `ready()` would start a task, and with it a process; `wait` only asks.
+        if not await asyncio.to_thread(reservation.wait, PLACE_TIMEOUT_S):
+            spec, free = allotment.spec, await asyncio.to_thread(_free_resources)
+            raise ResourceMissing(
+                f"no Ray node had {spec.tp_size} x {allotment.cpus:g} free CPUs for group {spec.group} within "
+                f"{PLACE_TIMEOUT_S:g} s; the cluster's free resources are {free}"
+            )
+
+    def _make(self, allotment: Allotment, peer: Peer, reservation: Any) -> list[Any]:
+        options = self._options
+        engine = msgspec.structs.replace(options.engine, threads=allotment.threads)
+        actors = []
+        for rank in range(allotment.spec.tp_size):
+            spec = WorkerSpec(
+                model=options.model,
+                config=engine,
+                peer=peer,
+                role=allotment.spec.role,
+                rank=rank,
+                tp_size=allotment.spec.tp_size,
+                secret=options.secret,
+                host=options.host,
+                start_timeout_s=options.start_timeout_s,
+                log_json=options.log_json,
+                rank_class=options.rank_class,
+                engine_class=options.engine_class,
+            )
+            where = PlacementGroupSchedulingStrategy(reservation, placement_group_bundle_index=rank)
+            actor = self._actor_class.options(
+                num_cpus=allotment.cpus,
+                max_restarts=0,
+                max_concurrency=NUM_CALL_THREADS,
+                scheduling_strategy=where,
+                name=f"{peer}.{rank}",
+            )
+            actors.append(actor.remote(spec))
+        return actors
+
+
+def _free_resources() -> Any:
+    return ray.available_resources()  # type: ignore[no-untyped-call]
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+    """For progress, which is only for show: what ails the actor is reported by `load`."""
+    with contextlib.suppress(RayError):
+        await work
+
+
+def _short(error: BaseException | None) -> str:
+    if isinstance(error, RayActorError):
+        return "its process died"
+    text = str(error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__

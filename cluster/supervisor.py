@@ -1,0 +1,200 @@
+"""Keeps every group of the deployment alive: starts it, watches it, replaces it under a new epoch.
+
+    ┌─▶ start (reserve, load, links, stream) ──▶ live ──▶ dead ─┐   death: a rank's process ended, the stream broke,
+    │                                                             │   or no frame came for `dead_after_s`
+    └──────────── after a bounded, growing pause, next epoch ◀────┘
+
+A group that is silent for a moment is not dead: the registry stops routing to it until it speaks again. A group that
+cannot be loaded because of the caller's own fault (model, options) is not tried again: `run` raises that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from kvferry.cluster import messages as m
+from kvferry.cluster.config import GroupSpec
+from kvferry.cluster.peer_stream import RemoteGroup
+from kvferry.cluster.topology import Allotment
+from kvferry.runtime.errors import FatalError, KvferryError, TransientError
+from kvferry.runtime.ids import Epoch, GroupId, Peer
+
+_log = structlog.get_logger(__name__)
+
+OnProgress = Callable[[float], None]
+
+
+class SupervisorPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How patient the supervisor is."""
+
+    dead_after_s: float = 20.0
+    """A group that sends no frame for so long is killed and replaced."""
+    connect_timeout_s: float = 20.0
+    first_pause_s: float = 0.2
+    max_pause_s: float = 30.0
+    healthy_after_s: float = 60.0
+    """A group that lived so long starts with the shortest pause again."""
+    max_first_starts: int = 3
+    """A group that has never lived is given up, and the launch fails, after so many tries."""
+
+
+class Incarnation(Protocol):
+    """A started group."""
+
+    target: str
+    """Of the leader's stream."""
+
+    async def wait_dead(self) -> str:
+        """Returns why, once any of its ranks has died."""
+
+    async def kill(self) -> None:
+        """Ends all its processes. Safe to call more than once."""
+
+
+class Launcher(Protocol):
+    async def start(self, allotment: Allotment, epoch: Epoch, on_progress: OnProgress) -> Incarnation:
+        """Returns when the group's stream is open; leaves nothing behind when it raises."""
+
+
+class Observer(Protocol):
+    """The gateway: told of everything, on the event loop."""
+
+    def group_starting(self, spec: GroupSpec, epoch: Epoch) -> None: ...
+    def group_progress(self, group: GroupId, share: float) -> None: ...
+    def group_up(self, port: RemoteGroup) -> None: ...
+    def group_down(self, peer: Peer, reason: str) -> None:
+        """Also for an incarnation that was never up. Tells the other groups, so that their links do not wait."""
+
+    def on_frame(self, port: RemoteGroup, frame: m.StepFrame) -> None: ...
+
+
+class Supervisor:
+    """Owns the groups' processes and streams. Use: `run()` in a task; cancel it to end all groups."""
+
+    def __init__(
+        self,
+        allotments: Sequence[Allotment],
+        launcher: Launcher,
+        observer: Observer,
+        *,
+        secret: str,
+        gateway: str,
+        policy: SupervisorPolicy | None = None,
+    ) -> None:
+        self._allotments = allotments
+        self._launcher = launcher
+        self._observer = observer
+        self._secret = secret
+        self._gateway = gateway
+        self._policy = policy or SupervisorPolicy()
+        self._epochs = itertools.count(1)
+        self._live: dict[GroupId, RemoteGroup] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def live(self) -> list[RemoteGroup]:
+        return list(self._live.values())
+
+    async def run(self) -> None:
+        """Returns never. Raises the `KvferryError` that makes the deployment impossible."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for allotment in self._allotments:
+                    tasks.create_task(self._keep(allotment), name=f"keep-{allotment.spec.group}")
+        except* KvferryError as failures:
+            raise _first_leaf(failures) from None
+
+    async def usable(self) -> None:
+        """Returns once each role of the deployment has a live group."""
+        wanted = {allotment.spec.role for allotment in self._allotments}
+        roles = {allotment.spec.group: allotment.spec.role for allotment in self._allotments}
+        while not wanted <= {roles[group] for group in self._live}:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _keep(self, allotment: Allotment) -> None:
+        policy, clock = self._policy, asyncio.get_running_loop().time
+        pause_s, has_lived = policy.first_pause_s, False
+        for num_tries in itertools.count(1):
+            epoch, begin = Epoch(next(self._epochs)), clock()
+            peer = Peer(allotment.spec.group, epoch)
+            self._observer.group_starting(allotment.spec, epoch)
+            try:
+                reason = await self._live_once(allotment, peer)
+                has_lived = True
+            except FatalError:
+                raise
+            except KvferryError as error:
+                reason = str(error)
+                self._observer.group_down(peer, reason)
+                hopeless = not isinstance(error, TransientError) or num_tries >= policy.max_first_starts
+                if hopeless and not has_lived:
+                    raise
+            _log.warning("group_died", peer=str(peer), reason=reason)
+            pause_s = policy.first_pause_s if clock() - begin > policy.healthy_after_s else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, policy.max_pause_s)
+
+    async def _live_once(self, allotment: Allotment, peer: Peer) -> str:
+        """From start to death; returns the reason. Raises what `Launcher.start` raises, `GroupUnavailable`."""
+        group, observer = peer.group, self._observer
+        incarnation = await self._launcher.start(
+            allotment, peer.epoch, lambda share: observer.group_progress(group, share)
+        )
+        try:
+            down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            port = await RemoteGroup.connect(
+                incarnation.target,
+                self._secret,
+                self._gateway,
+                observer.on_frame,
+                lambda _port, reason: None if down.done() else down.set_result(f"its stream ended: {reason}"),
+                self._policy.connect_timeout_s,
+            )
+            try:
+                self._up(port)
+                reason = await self._watch(incarnation, port, down)
+                observer.group_down(peer, reason)
+            finally:
+                self._live.pop(group, None)
+                await port.close()
+            return reason
+        finally:
+            await asyncio.shield(incarnation.kill())
+
+    def _up(self, port: RemoteGroup) -> None:
+        self._observer.group_up(port)
+        self._live[port.peer.group] = port
+        self._changed.set()
+        _log.info("group_up", peer=str(port.peer), role=port.info.role, pids=port.info.pids)
+
+    async def _watch(self, incarnation: Incarnation, port: RemoteGroup, down: asyncio.Future[str]) -> str:
+        dead = asyncio.ensure_future(incarnation.wait_dead())
+        silent = asyncio.ensure_future(self._silence(port))
+        watches = (dead, down, silent)
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _silence(self, port: RemoteGroup) -> str:
+        limit_s = self._policy.dead_after_s
+        left_s = limit_s
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            left_s = limit_s - port.silent_s()
+        return f"it has sent nothing for {limit_s} s"
+
+
+def _first_leaf(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = failures.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

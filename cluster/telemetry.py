@@ -1,0 +1,104 @@
+"""How kvferry speaks of itself: structured logs, and every metric's name, unit and labels in one place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from kvferry.cluster.messages import Load
+from kvferry.runtime.timeline import Timeline
+
+
+def configure_logging(*, json: bool, level: str = "info", context: dict[str, Any] | None = None) -> None:
+    """Events with fields on stderr, as lines or as JSON. `context` is bound to all events of the process."""
+    renderer: Any = structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=False)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            _Context(context or {}),
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+
+
+class _Context:
+    """Adds the process's own fields: context variables would reach only the thread that set them."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __call__(self, _logger: Any, _method: str, event: Any) -> Any:
+        return {**self._fields, **event}
+
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """Of one gateway. Labels come from closed sets: outcomes (finish reasons and error labels), group ids, roles."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter("kvferry_requests", "Finished requests", ["outcome"], registry=registry)
+        self._in_flight = Gauge("kvferry_requests_in_flight", "Requests being served", registry=registry)
+        self._ttft = Histogram(
+            "kvferry_time_to_first_token_seconds", "Received to first token", buckets=SECONDS, registry=registry
+        )
+        self._duration = Histogram(
+            "kvferry_request_duration_seconds", "Received to finished", buckets=SECONDS, registry=registry
+        )
+        self._tokens = Counter("kvferry_tokens", "Tokens of finished requests", ["kind"], registry=registry)
+        self._ferried = Counter("kvferry_ferried_bytes", "KV bytes received from other groups", registry=registry)
+        self._deaths = Counter("kvferry_group_deaths", "Groups that died", ["group"], registry=registry)
+        self._loads = {
+            field: Gauge(f"kvferry_group_{field}", help_text, ["group", "role"], registry=registry)
+            for field, help_text in (
+                ("num_waiting", "Sequences that wait"),
+                ("num_running", "Sequences that hold blocks"),
+                ("num_free_blocks", "Blocks free or evictable"),
+                ("num_leased_blocks", "Blocks in use"),
+                ("num_cached_blocks", "Sealed blocks"),
+                ("prefill_tokens_per_s", "Measured rate of prefill"),
+                ("decode_step_s", "Measured duration of a decode step"),
+            )
+        }
+
+    def serve(self, host: str, port: int) -> None:
+        """A Prometheus endpoint in a thread of its own."""
+        start_http_server(port, addr=host, registry=self.registry)
+
+    def begun(self) -> None:
+        self._in_flight.inc()
+
+    def ended(self, outcome: str, timeline: Timeline | None) -> None:
+        self._in_flight.dec()
+        self._requests.labels(outcome=outcome).inc()
+        if timeline is None:
+            return
+        if timeline.first_token_ns is not None:
+            self._ttft.observe((timeline.first_token_ns - timeline.received_ns) / 1e9)
+        if timeline.finished_ns is not None:
+            self._duration.observe((timeline.finished_ns - timeline.received_ns) / 1e9)
+
+    def used(self, prompt: int, cached: int, output: int, ferried_bytes: int) -> None:
+        self._tokens.labels(kind="prompt").inc(prompt)
+        self._tokens.labels(kind="cached").inc(cached)
+        self._tokens.labels(kind="output").inc(output)
+        self._ferried.inc(ferried_bytes)
+
+    def died(self, group: str) -> None:
+        self._deaths.labels(group=group).inc()
+
+    def loaded(self, group: str, role: str, load: Load) -> None:
+        for field, gauge in self._loads.items():
+            gauge.labels(group=group, role=role).set(getattr(load, field))

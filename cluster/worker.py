@@ -1,0 +1,289 @@
+"""One rank of a group in a process of its own: the Ray actor. Rank 0 leads: it runs the engine and serves the gateways.
+
+    supervisor ── load ─▶ every rank       loads its shard (in parallel); returns where it can be met
+               ── start ▶ every rank       the group's channel closes, links are attached, the leader opens its stream
+               ── wait_end ▶ every rank    never returns; Ray fails it within milliseconds of the process's death
+
+Ray carries only these calls. Errors of the taxonomy come back as values, because Ray would rebuild them with the wrong
+arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from kvferry.cluster import messages as m
+from kvferry.cluster.engine_loop import EngineLike, EngineLoop
+from kvferry.cluster.group import FollowerChannel, LeaderChannel, exit_process
+from kvferry.cluster.hub import Hub, PeerServer
+from kvferry.cluster.telemetry import configure_logging
+from kvferry.runtime.config import EngineConfig
+from kvferry.runtime.errors import GroupUnavailable, KvferryError
+from kvferry.runtime.ids import Peer
+from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.step import SampleInput, StepPlan, StepResult
+from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
+
+PARENT_CHECK_S = 2.0
+ORPHAN_GRACE_S = 6.0
+"""Ray ends its workers itself; one that outlives its raylet by so long ends on its own."""
+PROGRESS_POLL_S = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank is to be."""
+
+    model: str
+    config: EngineConfig
+    peer: Peer
+    role: str
+    rank: int
+    tp_size: int
+    secret: str
+    host: str | None
+    """Address to listen on; `None`: this node's address in the Ray cluster."""
+    start_timeout_s: float
+    log_json: bool = False
+    rank_class: str = "kvferry.runtime.rank:Rank"
+    engine_class: str = "kvferry.runtime.engine:Engine"
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    address: RankAddress
+    fingerprint: bytes
+    host: str
+    group_port: int
+    """Where followers meet the leader; 0 from a follower."""
+    pid: int
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    target: str
+    """The leader's stream, `host:port`; empty from a follower."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A `KvferryError` on its way through Ray."""
+
+    label: str
+    message: str
+
+
+class RankLike(Protocol):
+    """The part of `kvferry.runtime.rank.Rank` that a worker drives."""
+
+    address: RankAddress
+    layout: KVLayout
+    num_blocks: int
+    spec: Any
+    hash_root: bytes
+
+    def attach(self, own: GroupAddress, report: Callable[[LinkReport], None]) -> None: ...
+    def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult: ...
+    def close(self) -> None: ...
+
+
+class Worker:
+    """Lives inside one Ray actor with several threads; each method is called once, `progress` as often as one likes."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        configure_logging(json=spec.log_json, context={"group": str(spec.peer), "rank": spec.rank})
+        self._host = spec.host or _node_address()
+        self._rank: RankLike | None = None
+        self._channel: LeaderChannel | None = None
+        self._loaded_share = 0.0
+        self._progress = threading.Condition()
+        threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+
+    # ------------------------------------------------------------ called through Ray
+    def load(self) -> Loaded | Failure:
+        spec = self._spec
+        try:
+            if spec.rank == 0 and spec.tp_size > 1:
+                self._channel = LeaderChannel(self._host, spec.secret, spec.tp_size - 1)
+            rank: RankLike = _resolve(spec.rank_class)(
+                spec.model,
+                spec.config,
+                rank=spec.rank,
+                tp_size=spec.tp_size,
+                parallel_kind="shm" if spec.tp_size > 1 else "single",
+                parallel_name=f"kvferry-{spec.secret[:8]}-{spec.peer.group}-{spec.peer.epoch}",
+                peer=spec.peer,
+                host=self._host,
+                on_progress=self._on_progress,
+            )
+        except KvferryError as error:
+            return Failure(label=error.label, message=str(error))
+        self._rank = rank
+        self._on_progress(1, 1)
+        return Loaded(
+            address=rank.address,
+            fingerprint=rank.layout.fingerprint,
+            host=self._host,
+            group_port=self._channel.port if self._channel else 0,
+            pid=os.getpid(),
+        )
+
+    def progress(self, seen: float) -> float:
+        """The loaded share in [0, 1], once it differs from `seen` or after `PROGRESS_POLL_S`."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._loaded_share != seen, timeout=PROGRESS_POLL_S)
+            return self._loaded_share
+
+    def start(self, own: GroupAddress, leader: Loaded, pids: list[int]) -> Started | Failure:
+        """On all ranks at the same time, once all are loaded."""
+        try:
+            if self._spec.rank == 0:
+                return Started(target=self._lead(own, pids))
+            self._follow(own, leader)
+        except KvferryError as error:
+            return Failure(label=error.label, message=str(error))
+        return Started(target="")
+
+    def wait_end(self) -> None:
+        """Returns never; the call fails when the process dies."""
+        threading.Event().wait()
+
+    # ------------------------------------------------------------ inside
+    def _on_progress(self, done: int, total: int) -> None:
+        with self._progress:
+            self._loaded_share = done / max(1, total)
+            self._progress.notify_all()
+
+    def _loaded(self) -> RankLike:
+        if self._rank is None:
+            raise GroupUnavailable(
+                f"rank {self._spec.rank} of {self._spec.peer} is asked to start before it has loaded"
+            )
+        return self._rank
+
+    def _follow(self, own: GroupAddress, leader: Loaded) -> None:
+        spec, rank = self._spec, self._loaded()
+        channel = FollowerChannel(leader.host, leader.group_port, spec.secret, spec.rank, spec.start_timeout_s)
+        rank.attach(own, channel.report)
+        threading.Thread(target=_run_follower, args=(rank, channel), name="follower-loop", daemon=True).start()
+
+    def _lead(self, own: GroupAddress, pids: list[int]) -> str:
+        """Returns the address of the stream."""
+        spec, rank, channel = self._spec, self._loaded(), self._channel
+        execute = rank.execute if channel is None else _with_followers(channel, rank)
+        engine: EngineLike = _resolve(spec.engine_class)(
+            spec.config, rank.layout, rank.num_blocks, rank.hash_root, own, self._max_context(rank), execute
+        )
+        stream = StreamThread(self._info(rank, own, pids), spec.secret, self._host, engine)
+        if channel is not None:
+            channel.start(stream.engine_loop.report, spec.start_timeout_s)
+        rank.attach(own, stream.engine_loop.report)
+        stream.engine_loop.start()
+        return f"{self._host}:{stream.port}"
+
+    def _max_context(self, rank: RankLike) -> int:
+        trained: int = rank.spec.max_context
+        wanted = self._spec.config.scheduler.max_context
+        return trained if wanted is None else min(trained, wanted)
+
+    def _info(self, rank: RankLike, own: GroupAddress, pids: list[int]) -> m.GroupInfo:
+        scheduler = self._spec.config.scheduler
+        return m.GroupInfo(
+            address=own,
+            role=self._spec.role,
+            hash_root=rank.hash_root,
+            block_size=rank.layout.block_size,
+            block_bytes=rank.layout.block_bytes * self._spec.tp_size,
+            num_blocks=rank.num_blocks,
+            max_context=self._max_context(rank),
+            max_sequences=scheduler.max_sequences,
+            max_batch_tokens=scheduler.max_batch_tokens,
+            model=self._spec.model,
+            dtype=rank.layout.dtype,
+            pids=pids,
+        )
+
+
+class StreamThread:
+    """The leader's event loop in a thread of its own: the hub, its server, its heartbeat."""
+
+    START_TIMEOUT_S = 10.0
+
+    def __init__(self, info: m.GroupInfo, secret: str, host: str, engine: EngineLike) -> None:
+        self._info = info
+        self._secret = secret
+        self._host = host
+        self._engine = engine
+        self._ready = threading.Event()
+        self.port = 0
+        self.engine_loop: EngineLoop
+        threading.Thread(target=self._run, name="peer-stream", daemon=True).start()
+        if not self._ready.wait(self.START_TIMEOUT_S):
+            raise GroupUnavailable(f"the stream of {info.address.peer} did not open on {host}")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:  # noqa: BLE001  whatever it is, the process ends
+            _log.exception("peer_stream_failed")
+            exit_process(f"peer stream: {error}")
+
+    async def _serve(self) -> None:
+        hub = Hub(self._info, self._secret)
+        self.engine_loop = EngineLoop(self._engine, hub)
+        hub.bind(self.engine_loop)
+        server = PeerServer(hub, self._host)
+        await server.start()
+        self.port = server.port
+        self._ready.set()
+        await hub.heartbeat()
+
+
+def _with_followers(channel: LeaderChannel, rank: RankLike) -> Callable[[StepPlan, list[SampleInput]], StepResult]:
+    def execute(plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        channel.send(plan)
+        return rank.execute(plan, samples)
+
+    return execute
+
+
+def _run_follower(rank: RankLike, channel: FollowerChannel) -> None:
+    """Executes the leader's plans for ever; its end, however it comes, is the end of the process."""
+    reason = "the leader closed the group"
+    try:
+        for plan in channel.plans():
+            rank.execute(plan, [])
+            channel.done(plan.step)
+    except Exception as error:  # noqa: BLE001  whatever it is, the process ends
+        _log.exception("follower_failed")
+        reason = f"{type(error).__name__}: {error}"
+    exit_process(reason)
+
+
+def _watch_parent() -> None:
+    """Ends this process when its raylet has been gone for `ORPHAN_GRACE_S`: no orphan holds a device."""
+    parent, never = os.getppid(), threading.Event()
+    while os.getppid() == parent:
+        never.wait(PARENT_CHECK_S)
+    never.wait(ORPHAN_GRACE_S)
+    exit_process("the raylet is gone")
+
+
+def _resolve(path: str) -> Any:
+    """`module:name`. Imported only here, in the process that computes: the gateway never imports torch."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _node_address() -> str:
+    import ray
+
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address

@@ -1,0 +1,274 @@
+"""The stream between a gateway and a leader over real gRPC, with a toy engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry.cluster import hub as hub_module
+from kvferry.cluster import messages as m
+from kvferry.cluster.engine_loop import EngineLoop
+from kvferry.cluster.hub import Hub, PeerServer
+from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE, RemoteGroup, error_from
+from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks, Unauthenticated, leaves
+from kvferry.runtime.ids import TransferId
+from kvferry.runtime.kv.hashing import hash_chain
+from kvferry.runtime.transfer.ticket import ExpectRequest
+from tests import toy
+
+pytestmark = pytest.mark.integration
+SECRET = "s3cret"
+
+
+class Leader:
+    """A hub, its server and a toy engine."""
+
+    def __init__(self) -> None:
+        self.engine = toy.engine()
+        self.crashes: list[str] = []
+        self.hub = Hub(toy.info(), SECRET)
+        self.engine_loop = EngineLoop(self.engine, self.hub, on_crash=self.crashes.append)
+        self.hub.bind(self.engine_loop)
+        self.server = PeerServer(self.hub, "127.0.0.1")
+        self.target = f"127.0.0.1:{self.server.port}"
+
+    async def start(self) -> None:
+        await self.server.start()
+        self.engine_loop.start()
+        self._heartbeat = asyncio.create_task(self.hub.heartbeat())
+
+    async def stop(self) -> None:
+        self._heartbeat.cancel()
+        await asyncio.gather(self._heartbeat, return_exceptions=True)
+        await self.server.stop(0)
+        assert await asyncio.to_thread(self.engine_loop.stop, 5)
+        assert not self.crashes
+
+
+class Gateway:
+    """Counts what comes, and waits for it."""
+
+    def __init__(self) -> None:
+        self.frames: list[m.StepFrame] = []
+        self.down: list[str] = []
+        self._news = asyncio.Event()
+
+    async def connect(self, target: str, secret: str = SECRET) -> RemoteGroup:
+        return await RemoteGroup.connect(target, secret, "gw", self._on_frame, self._on_down, timeout_s=5)
+
+    def _on_frame(self, _port: RemoteGroup, frame: m.StepFrame) -> None:
+        self.frames.append(frame)
+        self._news.set()
+
+    def _on_down(self, _port: RemoteGroup, reason: str) -> None:
+        self.down.append(reason)
+        self._news.set()
+
+    async def wait(self, until: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not until():
+                self._news.clear()
+                await self._news.wait()
+
+    @property
+    def tokens(self) -> list[int | None]:
+        return [event.token_id for frame in self.frames for event in frame.tokens]
+
+
+async def _read_to_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+@pytest.fixture
+async def leader() -> AsyncIterator[Leader]:
+    leader = Leader()
+    await leader.start()
+    yield leader
+    await leader.stop()
+
+
+async def test_submitted_sequence_comes_back_token_by_token(leader: Leader) -> None:
+    """Fault: frames lost, repeated or out of order."""
+    gateway = Gateway()
+    port = await gateway.connect(leader.target)
+    assert port.info == toy.info()
+    port.submit([toy.sequence("r", [1, 2, 3], max_tokens=20)])
+    await gateway.wait(lambda: len(gateway.tokens) == 20)
+    expected: list[int] = []
+    for _ in range(20):
+        expected.append(toy.next_token([1, 2, 3, *expected]))
+    assert gateway.tokens == expected
+    numbers = [frame.seq for frame in gateway.frames]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    await port.close()
+
+
+async def test_two_gateways_see_all_kv_events_but_only_their_tokens(leader: Leader) -> None:
+    one, two = Gateway(), Gateway()
+    ports = [await one.connect(leader.target), await two.connect(leader.target)]
+    prompt = list(range(12))
+    ports[0].submit([toy.sequence("r", prompt, max_tokens=2)])
+    await one.wait(lambda: len(one.tokens) == 2)
+    await two.wait(lambda: any(frame.kv for frame in two.frames))
+    assert two.tokens == []
+    snapshot = await ports[1].snapshot(5)
+    assert set(snapshot.hashes) == set(hash_chain(toy.ROOT, prompt, toy.BLOCK_SIZE))
+    assert snapshot.seq >= next(frame.seq for frame in two.frames if frame.kv)
+    for port in ports:
+        await port.close()
+
+
+async def test_calls_return_tickets_or_the_group_s_own_error(leader: Leader) -> None:
+    gateway = Gateway()
+    port = await gateway.connect(leader.target)
+    request = ExpectRequest(
+        transfer_id=TransferId("t"), attempt=1, source=toy.address("s"), token_ids=[1] * 8, cache_salt="", timeout_s=9
+    )
+    ticket = await port.expect(request, 5)
+    assert [block.index for block in ticket.missing] == [0, 1]
+    with pytest.raises(NoFreeBlocks, match="64 in all"):
+        await port.expect(
+            ExpectRequest(
+                transfer_id=TransferId("u"),
+                attempt=1,
+                source=toy.address("s"),
+                token_ids=[1] * 4000,
+                cache_salt="",
+                timeout_s=9,
+            ),
+            5,
+        )
+    assert (await port.audit(5)).inbound == ["t"]
+    port.end_transfer(TransferId("t"), 1, "over")
+    assert (await port.audit(5)).inbound == []
+    await port.close()
+
+
+async def test_closed_stream_frees_what_its_gateway_held(leader: Leader) -> None:
+    """Fault: a gateway dies and its sequences run on to nobody."""
+    gateway, observer = Gateway(), Gateway()
+    port, other = await gateway.connect(leader.target), await observer.connect(leader.target)
+    port.submit([toy.sequence("r", [1], max_tokens=1 << 20)])
+    await gateway.wait(lambda: len(gateway.tokens) > 3)
+    await port.close()
+    await observer.wait(lambda: any(call[0] == "cancel" for call in leader.engine.calls))
+    assert (await other.audit(5)).sequences == []
+    assert gateway.down == [], "on_down is for streams that were not closed on purpose"
+    await other.close()
+
+
+async def test_lost_leader_ends_pending_calls_and_is_reported_once(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a call that waits for its deadline although the group is known to be gone."""
+    gateway = Gateway()
+    port = await gateway.connect(leader.target)
+    monkeypatch.setattr(leader.hub, "_on_reply", lambda *_: None)
+    audit = asyncio.create_task(port.audit(60))
+    await asyncio.sleep(0.05)
+    await leader.server.stop(0)
+    with pytest.raises(GroupUnavailable, match="gone"):
+        await audit
+    await gateway.wait(lambda: bool(gateway.down))
+    with pytest.raises(GroupUnavailable):
+        await port.audit(5)
+    port.submit([toy.sequence("r", [1])])
+    assert len(gateway.down) == 1
+    await port.close()
+
+
+async def test_silent_call_ends_at_its_deadline(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = Gateway()
+    port = await gateway.connect(leader.target)
+    monkeypatch.setattr(leader.hub, "_on_reply", lambda *_: None)
+    with pytest.raises(GroupUnavailable, match="not answered"):
+        await port.audit(0.05)
+    assert not port._calls
+    await port.close()
+
+
+@pytest.mark.parametrize("secret", ["", "wrong", "s3cret ", "ß"])
+async def test_wrong_secret_is_refused(leader: Leader, secret: str) -> None:
+    """Fault: anybody who finds the port can submit and read."""
+    with pytest.raises(Unauthenticated):
+        await Gateway().connect(leader.target, secret)
+    assert not leader.hub._connections
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"\xc1garbage", m.encode(m.Cancel(keys=[])), m.encode(m.Hello(99, SECRET, "g"))]
+)
+async def test_stream_that_opens_badly_is_refused(leader: Leader, first: bytes) -> None:
+    """Fault: a stream that is served before it has named its version and secret."""
+    async with grpc.aio.insecure_channel(leader.target, options=CHANNEL_OPTIONS) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+        await call.write(first)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call.read()
+    assert failure.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+async def test_garbage_after_the_welcome_ends_only_its_own_stream(leader: Leader) -> None:
+    gateway = Gateway()
+    port = await gateway.connect(leader.target)
+    async with grpc.aio.insecure_channel(leader.target, options=CHANNEL_OPTIONS) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+        await call.write(m.encode(m.Hello(m.PROTOCOL_VERSION, SECRET, "bad")))
+        await call.read()
+        await call.write(b"\xc1")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await _read_to_end(call)
+    assert (await port.audit(5)).broken == []
+    await port.close()
+
+
+async def test_unreachable_group_is_an_error_in_time() -> None:
+    with pytest.raises(GroupUnavailable, match="no welcome"):
+        await RemoteGroup.connect("127.0.0.1:1", SECRET, "gw", lambda *_: None, lambda *_: None, timeout_s=0.3)
+
+
+async def test_heartbeats_come_when_idle_and_stop_when_the_engine_hangs(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a stuck engine that looks alive for ever, or an idle one that looks dead."""
+    gateway = Gateway()
+    port = await gateway.connect(leader.target)
+    await gateway.wait(lambda: len(gateway.frames) >= 2)
+    assert all(not frame.tokens and frame.kv is None for frame in gateway.frames)
+    monkeypatch.setattr(hub_module, "STALL_S", -1.0)
+    await asyncio.sleep(0.1)
+    num = len(gateway.frames)
+    await asyncio.sleep(1.2)
+    assert len(gateway.frames) == num
+    assert port.silent_s() > 1.0
+    await port.close()
+
+
+async def test_gateway_that_does_not_read_is_cut_off(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: one slow gateway fills the leader's memory or stops the engine."""
+    monkeypatch.setattr(hub_module, "MAX_QUEUED_FRAMES", 4)
+    async with grpc.aio.insecure_channel(leader.target, options=CHANNEL_OPTIONS) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+        await call.write(m.encode(m.Hello(m.PROTOCOL_VERSION, SECRET, "slow")))
+        await call.read()
+        (connection,) = leader.hub._connections.values()
+        for _ in range(6):
+            connection.put(b"x" * 1000)
+        observer = Gateway()
+        port = await observer.connect(leader.target)
+        await observer.wait(lambda: len(leader.hub._connections) == 1)
+        await port.close()
+
+
+def test_every_label_on_the_wire_finds_its_error() -> None:
+    """Fault: an error class whose constructor wants more than a message."""
+    for leaf in leaves():
+        error: Any = error_from(leaf.label, "text")
+        assert type(error) is leaf
+        assert str(error) == "text"
+    assert isinstance(error_from("from the future", "x"), GroupUnavailable)
