@@ -1,6 +1,6 @@
 """A toy cluster in virtual time: groups whose next token is a hash of the tokens so far, behind real ports' promises.
 
-Tests get it through the fixture `toy`. Messages to and from a group arrive later and in order; a killed group's are lost.
+Tests get it through the fixture `toy`. Messages to and from a group arrive later, in order; a killed group's are lost.
 """
 
 from __future__ import annotations
