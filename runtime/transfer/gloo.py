@@ -111,8 +111,7 @@ class GlooReceiveEnd:
         self._timeout_s = timeout_s
         self._headers: queue.Queue[tuple[bytes, int] | LinkClosed] = queue.Queue(4)
         self._unread: int | None = None
-        self._thread = threading.Thread(target=self._read_headers, name=f"kvferry-gloo-{name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._read_headers, name=f"kvferry-gloo-{name}", daemon=True).start()
 
     def _read_headers(self) -> None:
         try:
@@ -152,8 +151,7 @@ class GlooReceiveEnd:
         self._pair.wait(self._pair.isend(_bytes(1), ACK), timeout_s)  # the sender asked for it before all else
 
     def close(self) -> None:
-        self._pair.close()
-        self._thread.join(1.0)
+        self._pair.close()  # wakes the thread as well
 
 
 class GlooTransport:

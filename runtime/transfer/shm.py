@@ -69,8 +69,11 @@ class _End:
                 self._shut()
                 raise
             except OSError as error:
+                why = "closed" if self._closed else str(error)
                 self._shut()
-                raise LinkClosed(f"{self._name}: {'closed' if self._closed else error}") from error
+                if isinstance(error, TimeoutError):
+                    why = "no answer in time"
+                raise LinkClosed(f"{self._name}: {why}") from error
 
     def _put(self, packet: bytes, deadline: Deadline) -> None:
         self._socket.settimeout(deadline.remaining())
