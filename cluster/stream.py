@@ -52,6 +52,12 @@ class RequestStream:
             await self._ready.wait()
         return self._events.popleft()
 
+    def arrived(self) -> list[TokenEvent]:
+        """What has come and was not read yet, without waiting: for a consumer that has fallen behind."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
     def stop(self, index: int) -> None:
         """Enough of this sequence: it is cancelled, counts as ended, and what was not read of it is dropped.
 

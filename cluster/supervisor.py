@@ -108,7 +108,7 @@ class Supervisor:
                 for allotment in self._allotments:
                     tasks.create_task(self._keep(allotment), name=f"keep-{allotment.spec.group}")
         except* KvferryError as failures:
-            raise _first_leaf(failures) from None
+            raise first_leaf(failures) from None
 
     async def usable(self) -> None:
         """Returns once each role of the deployment has a live group."""
@@ -195,6 +195,7 @@ class Supervisor:
         return f"it has sent nothing for {limit_s} s"
 
 
-def _first_leaf(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_leaf(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first of a group's errors that is no group."""
     first = failures.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+    return first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from kvferry.cluster.messages import Load
+from kvferry.runtime.request import Usage
 from kvferry.runtime.timeline import Timeline
 
 
@@ -41,13 +45,15 @@ class _Context:
         return {**self._fields, **event}
 
 
+Loads = list[tuple[str, str, Load]]
+"""Group, role, last report."""
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
     """Of one gateway. Labels come from closed sets: outcomes (finish reasons and error labels), group ids, roles."""
 
-    def __init__(self) -> None:
+    def __init__(self, loads: Callable[[], Loads]) -> None:
         self.registry = registry = CollectorRegistry()
         self._requests = Counter("kvferry_requests", "Finished requests", ["outcome"], registry=registry)
         self._in_flight = Gauge("kvferry_requests_in_flight", "Requests being served", registry=registry)
@@ -60,18 +66,7 @@ class Metrics:
         self._tokens = Counter("kvferry_tokens", "Tokens of finished requests", ["kind"], registry=registry)
         self._ferried = Counter("kvferry_ferried_bytes", "KV bytes received from other groups", registry=registry)
         self._deaths = Counter("kvferry_group_deaths", "Groups that died", ["group"], registry=registry)
-        self._loads = {
-            field: Gauge(f"kvferry_group_{field}", help_text, ["group", "role"], registry=registry)
-            for field, help_text in (
-                ("num_waiting", "Sequences that wait"),
-                ("num_running", "Sequences that hold blocks"),
-                ("num_free_blocks", "Blocks free or evictable"),
-                ("num_leased_blocks", "Blocks in use"),
-                ("num_cached_blocks", "Sealed blocks"),
-                ("prefill_tokens_per_s", "Measured rate of prefill"),
-                ("decode_step_s", "Measured duration of a decode step"),
-            )
-        }
+        registry.register(_Groups(loads))
 
     def serve(self, host: str, port: int) -> None:
         """A Prometheus endpoint in a thread of its own."""
@@ -90,15 +85,35 @@ class Metrics:
         if timeline.finished_ns is not None:
             self._duration.observe((timeline.finished_ns - timeline.received_ns) / 1e9)
 
-    def used(self, prompt: int, cached: int, output: int, ferried_bytes: int) -> None:
-        self._tokens.labels(kind="prompt").inc(prompt)
-        self._tokens.labels(kind="cached").inc(cached)
-        self._tokens.labels(kind="output").inc(output)
-        self._ferried.inc(ferried_bytes)
+    def used(self, usage: Usage) -> None:
+        self._tokens.labels(kind="prompt").inc(usage.num_prompt_tokens)
+        self._tokens.labels(kind="cached").inc(usage.num_cached_tokens)
+        self._tokens.labels(kind="output").inc(usage.num_output_tokens)
+        self._ferried.inc(usage.ferried_bytes)
 
     def died(self, group: str) -> None:
         self._deaths.labels(group=group).inc()
 
-    def loaded(self, group: str, role: str, load: Load) -> None:
-        for field, gauge in self._loads.items():
-            gauge.labels(group=group, role=role).set(getattr(load, field))
+
+class _Groups(Collector):
+    """The groups' last reports, read when somebody looks."""
+
+    FIELDS = (
+        ("num_waiting", "Sequences that wait"),
+        ("num_running", "Sequences that hold blocks"),
+        ("num_free_blocks", "Blocks free or evictable"),
+        ("num_leased_blocks", "Blocks in use"),
+        ("num_cached_blocks", "Sealed blocks"),
+        ("prefill_tokens_per_s", "Measured rate of prefill"),
+        ("decode_step_s", "Measured duration of a decode step"),
+    )
+
+    def __init__(self, loads: Callable[[], Loads]) -> None:
+        self._loads = loads
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for field, help_text in self.FIELDS:
+            family = GaugeMetricFamily(f"kvferry_group_{field}", help_text, labels=["group", "role"])
+            for group, role, load in self._loads():
+                family.add_metric([group, role], getattr(load, field))
+            yield family

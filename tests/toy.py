@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.cluster.messages import GroupInfo, Load
-from kvferry.runtime.errors import NoFreeBlocks
+from kvferry.runtime.errors import CorruptModel, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, Peer, RequestId, SequenceKey
 from kvferry.runtime.kv.hashing import hash_chain, hash_root
 from kvferry.runtime.kv.layout import KVLayout
@@ -46,15 +46,11 @@ class StepOutput(msgspec.Struct):
 
 
 class ToyRank:
-    """Executes a plan by looking at it. The model named `corrupt` cannot be loaded."""
+    """Executes a plan by looking at it."""
 
     def __init__(
         self, model: str, config: Any, *, rank: int, peer: Peer, host: str, on_progress: Any = None, **_: Any
     ) -> None:
-        if model == "corrupt":
-            from kvferry.runtime.errors import CorruptModel
-
-            raise CorruptModel("toy weights are cut off at byte 7")
         self.rank = rank
         self.layout = LAYOUT
         self.num_blocks = 64
@@ -75,6 +71,20 @@ class ToyRank:
     def close(self) -> None: ...
 
 
+class CorruptRank(ToyRank):
+    """Cannot be loaded."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise CorruptModel("toy weights are cut off at byte 7")
+
+
+class DyingRank(ToyRank):
+    """Dies while it loads, as one does that runs out of memory."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        os._exit(9)
+
+
 class ToyEngine:
     """All sequences advance by one token a step; blocks of finished prompts stay 'cached'."""
 
@@ -93,12 +103,13 @@ class ToyEngine:
         self.cached: dict[BlockHash, None] = {}
         self.events = StepOutput([], [], [], [])
         self.inbound: dict[Any, int] = {}
-        self.outbound: dict[Any, int] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.num_steps = 0
         self.deadline_ns: int | None = None
 
     def submit(self, request: SequenceRequest, now_ns: int) -> None:
+        if request.transfer_id is not None:
+            self.inbound.pop(request.transfer_id, None)
         if request.key not in self.running:
             self.running[request.key] = (request, list(request.output_token_ids))
 
@@ -122,11 +133,10 @@ class ToyEngine:
         )
 
     def send(self, ticket: Ticket, now_ns: int) -> None:
-        self.outbound[ticket.transfer_id] = len(ticket.missing)
+        self.calls.append(("send", ticket.transfer_id))
 
     def end_transfer(self, transfer_id: Any, attempt: int, reason: str) -> None:
         self.calls.append(("end_transfer", transfer_id, attempt, reason))
-        self.outbound.pop(transfer_id, None)
         if self.inbound.pop(transfer_id, None) is not None:
             event = TransferEvent(transfer_id=transfer_id, attempt=attempt, state=TransferState.FAILED, reason=reason)
             self.events.transfers.append(event)
@@ -185,7 +195,7 @@ class ToyEngine:
             broken=[],
             sequences=list(self.running),
             inbound=list(self.inbound),
-            outbound=list(self.outbound),
+            outbound=[],
             num_leased_blocks=0,
         )
 

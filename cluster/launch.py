@@ -1,0 +1,284 @@
+"""Starts a deployment: checks first, then Ray, the groups, the door; and ends all of it again.
+
+    check model, sizes, port ─▶ Ray ‖ tokenizer ─▶ groups (in parallel) ─▶ health says SERVING ─▶ … ─▶ close
+
+What is wrong with the options is found before anything is started. `serve` is what the command line calls;
+`start_cluster` gives the same to programs and tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import structlog
+
+import kvferry
+from kvferry.cluster.api.grpc import ApiServer, make_server
+from kvferry.cluster.config import ServeConfig
+from kvferry.cluster.gateway import Gateway
+from kvferry.cluster.supervisor import Supervisor, SupervisorPolicy, first_leaf
+from kvferry.cluster.topology import allot
+from kvferry.runtime.errors import Cancelled, InvalidArgument, KvferryError, ResourceMissing
+from kvferry.runtime.ids import GroupId
+from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
+from kvferry.runtime.text.tokenizer import load_tokenizer
+
+DRAIN_S = 2.0
+"""Of running requests at the end; they are cancelled after it."""
+CLOSE_TIMEOUT_S = 20.0
+OBJECT_STORE_BYTES = 80 << 20
+"""Ray's least: nothing of weight travels through its object store."""
+LOOPBACK = "127.0.0.1"
+
+_log = structlog.get_logger(__name__)
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """Which classes a worker is made of, as `module:name`; tests put toys in their place."""
+
+    rank_class: str = "kvferry.runtime.rank:Rank"
+    engine_class: str = "kvferry.runtime.engine:Engine"
+
+
+class RunningCluster:
+    """A deployment in this process. All of it lives in one task, so it can be closed from any other."""
+
+    def __init__(self, config: ServeConfig, files: ModelFiles, policy: SupervisorPolicy | None, parts: Parts):
+        self._config = config
+        self._files = files
+        self._policy = policy
+        self._parts = parts
+        self._closing = asyncio.Event()
+        self._usable = asyncio.get_running_loop().create_future()
+        self.target = ""
+        self.gateway: Gateway
+        self.supervisor: Supervisor
+        self._task = asyncio.create_task(self._run(), name="cluster")
+        self._task.add_done_callback(self._on_end)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing.is_set()
+
+    async def usable(self) -> None:
+        """Returns once each role has a live group. Raises what made the start fail; `Cancelled` after `close`."""
+        await asyncio.shield(self._usable)
+
+    async def ended(self) -> None:
+        """Returns after `close`. Raises what ended the deployment."""
+        await asyncio.shield(self._task)
+
+    def begin_close(self) -> None:
+        """The start of `close`, for signal handlers."""
+        self._closing.set()
+
+    async def close(self) -> None:
+        """Ends everything, within `CLOSE_TIMEOUT_S`. Safe to call more than once. Raises what `ended` does."""
+        self.begin_close()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.ended()
+        except TimeoutError:
+            self._task.cancel()
+            raise
+
+    def loading(self) -> list[tuple[GroupId, float]]:
+        return self.gateway.loading() if self.target else []
+
+    async def __aenter__(self) -> RunningCluster:
+        return self
+
+    async def __aexit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if self._usable.done():
+            return
+        error = None if task.cancelled() else task.exception()
+        self._usable.set_exception(error or Cancelled("the deployment was closed before it was usable"))
+        self._usable.exception()  # nobody may be waiting
+
+    async def _run(self) -> None:
+        try:
+            await self._check_and_serve()
+        except* KvferryError as failures:
+            raise first_leaf(failures) from None
+
+    async def _check_and_serve(self) -> None:
+        config = self._config
+        spec = await asyncio.to_thread(load_spec, self._files)
+        for group in config.groups():
+            spec.check_tensor_parallel(group.tp_size)
+        async with contextlib.AsyncExitStack() as stack:
+            self.gateway = await stack.enter_async_context(Gateway(config, self._files.name, spec))
+            server = make_server(self.gateway, config.host, config.port, config.server)
+            stack.push_async_callback(server.stop, DRAIN_S)
+            self.target = f"{config.host}:{server.port}"
+            loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._files))
+            try:
+                nodes = await stack.enter_async_context(_ray(config))
+            finally:
+                await asyncio.wait([loading])
+            self.gateway.set_tokenizer(loading.result())
+            await server.start()
+            self.supervisor = self._supervise(nodes)
+            await self._until_closed(server)
+            server.set_ready(False)
+
+    def _supervise(self, nodes: list[float]) -> Supervisor:
+        from kvferry.cluster.ray_groups import RayLauncher, RayOptions
+
+        config, secret = self._config, secrets.token_hex(16)
+        options = RayOptions(
+            model=self._files.path,
+            engine=config.engine,
+            secret=secret,
+            host=LOOPBACK if config.ray_address is None else None,
+            rank_class=self._parts.rank_class,
+            engine_class=self._parts.engine_class,
+        )
+        allotments = allot(config.groups(), config.engine.threads, nodes)
+        name = f"gateway-{os.getpid()}"
+        return Supervisor(
+            allotments, RayLauncher(options), self.gateway, secret=secret, gateway=name, policy=self._policy
+        )
+
+    async def _until_closed(self, server: ApiServer) -> None:
+        """Raises what made the supervisor give up."""
+        supervise = asyncio.create_task(self.supervisor.run(), name="supervisor")
+        announce = asyncio.create_task(self._announce(server), name="announce")
+        close = asyncio.create_task(self._closing.wait(), name="close")
+        try:
+            await asyncio.wait((supervise, close), return_when=asyncio.FIRST_COMPLETED)
+            if supervise.done():
+                supervise.result()
+        finally:
+            for task in (supervise, announce, close):
+                task.cancel()
+            await asyncio.gather(supervise, announce, close, return_exceptions=True)
+
+    async def _announce(self, server: ApiServer) -> None:
+        await self.supervisor.usable()
+        server.set_ready(True)
+        self._usable.set_result(None)
+
+
+async def start_cluster(
+    config: ServeConfig, *, policy: SupervisorPolicy | None = None, parts: Parts | None = None
+) -> RunningCluster:
+    """Returns at once; see `RunningCluster.usable`. Use as an async context manager, or `close` it.
+
+    Raises `NotFound` and `UnsupportedModel` for what is no model.
+    """
+    # Ray starts its processes while gRPC runs here; gRPC would complain about each. Read when gRPC first starts.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    files = await asyncio.to_thread(resolve_model, config.model)
+    return RunningCluster(config, files, policy, parts or Parts())
+
+
+@contextlib.asynccontextmanager
+async def _ray(config: ServeConfig) -> AsyncIterator[list[float]]:
+    """A connection to Ray; yields the CPUs of each node."""
+    try:
+        yield await asyncio.to_thread(_connect, config.ray_address)
+    finally:
+        await asyncio.to_thread(_disconnect)
+
+
+def _connect(address: str | None) -> list[float]:
+    root = str(Path(kvferry.__file__).absolute().parent.parent)  # not this file's folder: it is behind a symbolic link
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    python_path = os.pathsep.join([root, *(folder for folder in folders if folder and folder != root)])
+    options: dict[str, Any] = {
+        "log_to_driver": True,
+        "logging_level": logging.ERROR,
+        "configure_logging": False,
+        "runtime_env": {"env_vars": {"PYTHONPATH": python_path}},
+    }
+    if address is None:  # of our own, seen by nobody else
+        os.environ["PYTHONPATH"] = python_path
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        del options["runtime_env"]
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    else:
+        options["address"] = address
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it is not in the main thread
+    import ray
+
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address is None:
+            raise ResourceMissing(f"Ray did not start on this machine: {error}") from error
+        raise InvalidArgument(
+            "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
+        ) from error
+    return [float(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _disconnect() -> None:
+    ray = sys.modules.get("ray")
+    if ray is not None:
+        ray.shutdown()
+
+
+def serve(config: ServeConfig, *, parts: Parts | None = None) -> None:
+    """Serves until SIGINT or SIGTERM. Raises the `KvferryError` that prevents it."""
+    asyncio.run(_serve(config, parts))
+
+
+async def _serve(config: ServeConfig, parts: Parts | None) -> None:
+    begin, loop = time.monotonic(), asyncio.get_running_loop()
+    async with await start_cluster(config, parts=parts) as cluster:
+
+        def on_signal() -> None:
+            if cluster.closing:
+                os._exit(130)  # asked twice: at once; workers end with their raylet
+            _log.info("stopping")
+            cluster.begin_close()
+            loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        show = asyncio.create_task(_show_progress(cluster))
+        try:
+            await cluster.usable()
+        except Cancelled:
+            return
+        finally:
+            show.cancel()
+            await asyncio.gather(show, return_exceptions=True)
+        _log.info("serving", target=cluster.target, model=config.model, after_s=round(time.monotonic() - begin, 1))
+        await cluster.ended()
+
+
+async def _show_progress(cluster: RunningCluster) -> None:
+    """A bar per group on a terminal, until cancelled."""
+    if not sys.stderr.isatty():
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("loading {task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+        while True:
+            for group, share in cluster.loading():
+                if group not in tasks:
+                    tasks[group] = bars.add_task(group, total=1.0)
+                bars.update(tasks[group], completed=share)
+            await asyncio.sleep(0.1)
