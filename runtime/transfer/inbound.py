@@ -321,6 +321,7 @@ class Inbound:
             else:
                 require(not (arrival.missing or flying or arrival.partial), f"{key} ended and still waits")
                 require(not arrival.released, f"{key} ended, was released and is still here")
-            require(self._current.get(key[0], -1) >= key[1], f"{key} is not the latest and not superseded")
+            latest = self._current.get(key[0], -1) >= key[1] or self._ended.covers(*key)
+            require(latest, f"{key} is neither the latest nor superseded")
         for transfer_id, attempt in self._current.items():
             require((transfer_id, attempt) in self._arrivals, f"{transfer_id} attempt {attempt} is not filed")

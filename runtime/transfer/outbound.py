@@ -206,7 +206,8 @@ class Outbound:
             require(bool(departure.unsent or departure.flights), f"{key} is done and still here")
             require(not (departure.ended and departure.unsent), f"{key} ended and still waits for blocks")
             require(all(s < departure.num_planned for s in departure.flights), f"{key}: an unplanned message flies")
-            require(self._current.get(key[0], -1) >= key[1], f"{key} is not the latest and not superseded")
+            latest = self._current.get(key[0], -1) >= key[1] or self._ended.covers(*key)
+            require(latest, f"{key} is neither the latest nor superseded")
             for block_hash in departure.unsent:
                 waiting.setdefault(block_hash, set()).add(key)
         require(waiting == self._waiting, "the index of wanted blocks is out of step with the transfers")
