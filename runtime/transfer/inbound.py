@@ -200,7 +200,8 @@ class Inbound:
             self.counters.unknown += 1
             return
         arrival.imported.add(done.seq)
-        arrival.pins.extend(self._store.seal(block_id) for block_id in message.block_ids)
+        sealed = [self._store.seal(block_id) for block_id in message.block_ids]
+        arrival.pins.extend(block_id for block_id in sealed if block_id is not None)
         arrival.num_blocks += len(message.block_ids)
         arrival.num_bytes += message.num_bytes
         self._settle(arrival)
@@ -284,6 +285,9 @@ class Inbound:
         """Transfers that ended since the last call, stamped with now."""
         events, self._events = self._events, []
         return [msgspec.structs.replace(event, end_ns=now_ns) for event in events]
+
+    def has_news(self) -> bool:
+        return bool(self._discards or self._events)
 
     def take_discards(self) -> list[Discard]:
         """What ranks may forget; goes into the next step."""

@@ -14,6 +14,7 @@ class FakePool:
         self.references: Counter[BlockId] = Counter()
         self.sealed: dict[BlockHash, BlockId] = {}
         self.pending: dict[BlockId, BlockHash] = {}
+        self.parents: dict[BlockId, BlockHash | None] = {}
 
     def lookup(self, block_hash: BlockHash) -> BlockId | None:
         return self.sealed.get(block_hash)
@@ -57,9 +58,14 @@ class FakePool:
         assert block_id not in self.pending
         assert token_ids == [block_hash[0]], "the tokens of another block"
         self.pending[block_id] = block_hash
+        self.parents[block_id] = parent
 
-    def seal(self, block_id: BlockId) -> BlockId:
+    def seal(self, block_id: BlockId) -> BlockId | None:
         block_hash = self.pending.pop(block_id)
+        parent = self.parents.pop(block_id)
+        if parent is not None and parent not in self.sealed:
+            self.release(block_id)
+            return None
         canonical = self.sealed.setdefault(block_hash, block_id)
         if canonical != block_id:
             self.references[canonical] += 1
@@ -67,12 +73,12 @@ class FakePool:
         return canonical
 
     def abandon(self, block_id: BlockId) -> None:
-        del self.pending[block_id]
+        del self.pending[block_id], self.parents[block_id]
         self.release(block_id)
 
     def compute(self, block_hash: BlockHash) -> None:
         """Someone else fills that block and lets it go; also while it is being received."""
         if block_hash not in self.sealed and self.free:
             (block_id,) = self.lease(1)
-            self.pending[block_id] = block_hash
-            self.release(self.seal(block_id))
+            self.sealed[block_hash] = block_id
+            self.release(block_id)

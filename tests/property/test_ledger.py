@@ -37,10 +37,13 @@ NS = 10**9
 SOURCES = [Peer(GroupId("p0"), Epoch(1)), Peer(GroupId("p1"), Epoch(2))]
 OWN = GroupAddress(Peer(GroupId("d0"), Epoch(3)), 1, b"f", [])
 ROUTES = {(0, 0), (1, 0)}
-CHAINS = [[BlockHash(bytes([10 * c + i]) * 16) for i in range(5)] for c in range(3)]
-CHAINS[2][:2] = CHAINS[1][:2]  # a shared prefix
-IDS = st.sampled_from([TransferId(x) for x in "abcd"])
-ATTEMPTS = st.integers(1, 3)
+CHAINS = [[BlockHash(bytes([10 * c + i]) * 16) for i in range(5)] for c in range(8)]
+for chain in range(1, 8, 2):
+    CHAINS[chain][:2] = CHAINS[chain - 1][:2]  # a shared prefix
+IDS = st.sampled_from([TransferId(x) for x in "abc"])
+NEWER = st.sampled_from([1, 1, 1, 1, 0, -1])
+"""Added to the latest attempt."""
+RARELY = st.integers(0, 4).map(lambda draw: draw == 4)
 PICK = st.integers(0, 1 << 16)
 
 
@@ -65,6 +68,7 @@ class Twin:
         self.wanted = {block.block_id for block in ticket.missing}
         self.planned: set[BlockId] = set()
         self.arrived: set[BlockId] = set()
+        self.pinned: set[BlockId] = set()
         self.num_bytes = 0
         self.end: TransferState | None = None
         self.over: TransferState | None = None
@@ -82,7 +86,7 @@ class Twin:
 class InboundMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.pool = FakePool(12)
+        self.pool = FakePool(17)
         self.ledger = Inbound(self.pool)
         self.now = 0
         self.twins: dict[Key, Twin] = {}
@@ -91,6 +95,7 @@ class InboundMachine(RuleBasedStateMachine):
         self.discarded: set[Key] = set()
         self.wire: list[Received] = []
         self.num_sent: Counter[Key] = Counter()
+        self.num_sent_blocks: Counter[Key] = Counter()
         self.planned: list[Import] = []
         self.events: dict[Key, TransferState] = {}
 
@@ -104,10 +109,9 @@ class InboundMachine(RuleBasedStateMachine):
             twin.released |= release
             twin.settle()
 
-    @rule(
-        transfer_id=IDS, attempt=ATTEMPTS, chain=st.integers(0, 2), source=st.sampled_from(SOURCES), long=st.booleans()
-    )
-    def expect(self, transfer_id: TransferId, attempt: int, chain: int, source: Peer, long: bool) -> None:
+    @rule(transfer_id=IDS, newer=NEWER, chain=st.integers(0, 7), source=st.sampled_from(SOURCES), long=st.booleans())
+    def expect(self, transfer_id: TransferId, newer: int, chain: int, source: Peer, long: bool) -> None:
+        attempt = max(1, self.attempts.get(transfer_id, 0) + newer)
         timeout_s = 9.0 if long else 2.0
         request = expect_request(transfer_id, attempt, chain, source, timeout_s)
         known = self.twins.get((transfer_id, attempt))
@@ -143,30 +147,46 @@ class InboundMachine(RuleBasedStateMachine):
         self.attempts[transfer_id] = attempt
         twin.settle()
 
-    @rule(transfer_id=IDS, size=st.integers(1, 3), pick=PICK)
-    def message(self, transfer_id: TransferId, size: int, pick: int) -> None:
+    @rule(transfer_id=IDS, size=st.integers(1, 3))
+    def message(self, transfer_id: TransferId, size: int) -> None:
         """The source's ranks send one message; each report may be delivered late, twice or out of order."""
+        self.put_on_wire(transfer_id, size)
+
+    @rule(transfer_id=IDS, size=st.integers(1, 3))
+    def message_in_good_order(self, transfer_id: TransferId, size: int) -> None:
+        before = len(self.wire)
+        self.put_on_wire(transfer_id, size)
+        fresh, self.wire = self.wire[before:], self.wire[:before]
+        for report in fresh:
+            self.receive(report)
+
+    @rule(pick=PICK)
+    def progress(self, pick: int) -> None:
+        """Nothing goes wrong for a moment, so that some lives are long."""
+        waiting = [key for key in self.twins if self.ledger.is_waiting(key[0])]
+        if waiting:
+            self.message_in_good_order(waiting[pick % len(waiting)][0], 2)
+        if self.planned and pick % 2:
+            self.run(self.planned.pop())
+
+    def put_on_wire(self, transfer_id: TransferId, size: int) -> None:
         key = transfer_id, self.attempts.get(transfer_id, 0)
         if key not in self.twins or key in self.discarded:
             return
         twin = self.twins[key]
-        start = sum(len(r.block_ids) for r in self.wire_log(key))
+        start = self.num_sent_blocks[key]
         blocks = twin.ticket.missing[start : start + size]
         if not blocks:
             return
         seq = self.num_sent[key]
         self.num_sent[key] += 1
+        self.num_sent_blocks[key] += len(blocks)
         for rank in (0, 1):
             report = Received(
                 *key, seq, twin.source, rank, 0, [b.hash for b in blocks], [b.block_id for b in blocks], 100
             )
             self.wire.append(report)
             self.staged.setdefault(key, set()).add((seq, (rank, 0)))
-        self.log.append(self.wire[-1])
-
-    def wire_log(self, key: Key) -> list[Received]:
-        self.log: list[Received] = getattr(self, "log", [])
-        return [report for report in self.log if (report.transfer_id, report.attempt) == key]
 
     @precondition(lambda self: self.wire)
     @rule(pick=PICK, again=st.booleans())
@@ -190,10 +210,10 @@ class InboundMachine(RuleBasedStateMachine):
             twin.planned |= set(planned.block_ids)
         self.planned += imports
 
-    @rule(transfer_id=IDS, attempt=ATTEMPTS, seq=st.integers(0, 2), pick=PICK, what=st.integers(0, 4))
-    def nonsense(self, transfer_id: TransferId, attempt: int, seq: int, pick: int, what: int) -> None:
+    @rule(transfer_id=IDS, newer=NEWER, seq=st.integers(0, 2), what=st.integers(0, 4), luck=RARELY)
+    def nonsense(self, transfer_id: TransferId, newer: int, seq: int, what: int, luck: bool) -> None:
         """Blocks nobody asked for, ranks that do not exist, transfers never heard of."""
-        key = transfer_id, attempt
+        key = transfer_id, max(1, self.attempts.get(transfer_id, 0) + newer - luck)
         twin = self.twins.get(key)
         blocks = twin.ticket.missing[:1] if twin else []
         hashes = [b.hash for b in blocks]
@@ -226,30 +246,36 @@ class InboundMachine(RuleBasedStateMachine):
         assert {route for _, route in staged} == ROUTES, "a discard has taken the payload of a planned import"
         assert all(block_id in self.pool.pending for block_id in planned.block_ids), "the copy hits a freed block"
         self.staged[key] -= staged
+        names = [self.pool.pending[block_id] for block_id in planned.block_ids]
         for _ in range(1 + twice):
             self.ledger.imported(planned)
         twin = self.twins[key]
+        twin.pinned |= {block_id for name in names if (block_id := self.pool.lookup(name)) is not None}
         twin.arrived |= set(planned.block_ids)
         twin.num_bytes += 200
         twin.settle()
 
-    @rule(transfer_id=IDS, attempt=ATTEMPTS)
-    def end(self, transfer_id: TransferId, attempt: int) -> None:
+    @rule(transfer_id=IDS, newer=NEWER, luck=RARELY)
+    def end(self, transfer_id: TransferId, newer: int, luck: bool) -> None:
+        attempt = max(1, self.attempts.get(transfer_id, 0) + newer - luck)
         self.ledger.end(transfer_id, attempt, "cancelled")
         twin = self.twins.get((transfer_id, attempt))
         if twin and twin.over is None:
             self.finish(twin, TransferState.FAILED)
 
-    @rule(source=st.sampled_from(SOURCES))
-    def link_down(self, source: Peer) -> None:
+    @precondition(lambda self: self.planned or self.wire)
+    @rule(source=st.sampled_from(SOURCES), luck=RARELY)
+    def link_down(self, source: Peer, luck: bool) -> None:
+        if not luck:
+            return
         self.ledger.link_down(source, "gone")
         for twin in self.twins.values():
             if twin.source == source and twin.over is None and twin.planned != twin.wanted:
                 self.finish(twin, TransferState.FAILED)
 
-    @rule(seconds=st.sampled_from([1, 3, 20]))
-    def wait(self, seconds: int) -> None:
-        self.now += seconds * NS
+    @rule(seconds=st.sampled_from([0.2, 0.5, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += int(seconds * NS)
         self.ledger.expire(self.now)
         for twin in self.twins.values():
             if twin.deadline_ns <= self.now and not twin.gone:
@@ -262,13 +288,16 @@ class InboundMachine(RuleBasedStateMachine):
             if twin := self.current(transfer_id):
                 twin.deadline_ns = max(twin.deadline_ns, self.now + 4 * NS)
 
-    @rule(transfer_id=IDS)
-    def release(self, transfer_id: TransferId) -> None:
+    @rule(transfer_id=IDS, luck=RARELY)
+    def release(self, transfer_id: TransferId, luck: bool) -> None:
+        if self.ledger.is_waiting(transfer_id) and not luck:
+            return
         self.ledger.release(transfer_id)
         self.finish(self.current(transfer_id), TransferState.FAILED, release=True)
 
-    @rule(block=st.sampled_from(sorted({h for chain in CHAINS for h in chain})), evict=st.booleans())
+    @rule(block=st.sampled_from(sorted({h for chain in CHAINS for h in chain})), evict=RARELY)
     def others(self, block: BlockHash, evict: bool) -> None:
+        """Compute blocks that may be on their way here, too; the pool drops what nobody holds."""
         if evict:
             self.pool.evict()
         else:
@@ -292,7 +321,7 @@ class InboundMachine(RuleBasedStateMachine):
             self.staged.pop(key, None)
             if key in self.twins:
                 self.discarded.add(key)
-        for transfer_id in "abcd":
+        for transfer_id in "abc":
             twin = self.current(TransferId(transfer_id))
             assert self.ledger.is_waiting(TransferId(transfer_id)) == (twin is not None and twin.over is None)
         alive = [twin.deadline_ns for twin in self.twins.values() if not twin.gone]
@@ -300,9 +329,7 @@ class InboundMachine(RuleBasedStateMachine):
         for key, twin in self.twins.items():
             if twin.over and not twin.gone:
                 held = self.ledger.references()
-                assert all(held[self.pool.sealed[b.hash]] for b in twin.ticket.missing if b.block_id in twin.arrived), (
-                    f"{key} lost its pins before it was released"
-                )
+                assert all(held[block_id] for block_id in twin.pinned), f"{key} lost its pins before it was released"
 
     def teardown(self) -> None:
         for planned in self.planned:
@@ -324,7 +351,7 @@ class OutboundMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = FakePool(20)
+        self.pool = FakePool(50)
         self.ledger = Outbound(self.pool, blocks_per_message=2)
         self.now = 0
         self.open: dict[Key, list[TicketBlock]] = {}
@@ -333,6 +360,8 @@ class OutboundMachine(RuleBasedStateMachine):
         self.attempts: dict[TransferId, int] = {}
         self.flying: dict[tuple[TransferId, int, int], tuple[Send, set[int]]] = {}
         self.num_planned: Counter[Key] = Counter()
+        self.prefilled: set[TransferId] = set()
+        self.failed: list[Key] = []
 
     def check(self, sends: list[Send], visible: set[BlockHash]) -> None:
         sent: Counter[Key] = Counter()
@@ -354,13 +383,14 @@ class OutboundMachine(RuleBasedStateMachine):
 
     @rule(
         transfer_id=IDS,
-        attempt=ATTEMPTS,
-        chain=st.integers(0, 2),
+        newer=NEWER,
+        chain=st.integers(0, 7),
         skip=st.integers(0, 5),
         peer=st.sampled_from(SOURCES),
         long=st.booleans(),
     )
-    def send(self, transfer_id: TransferId, attempt: int, chain: int, skip: int, peer: Peer, long: bool) -> None:
+    def send(self, transfer_id: TransferId, newer: int, chain: int, skip: int, peer: Peer, long: bool) -> None:
+        attempt = max(1, self.attempts.get(transfer_id, 0) + newer)
         key = transfer_id, attempt
         blocks = [TicketBlock(i, h, BlockId(50 + i)) for i, h in enumerate(CHAINS[chain]) if i >= skip]
         ticket = Ticket(
@@ -380,8 +410,23 @@ class OutboundMachine(RuleBasedStateMachine):
         sends = self.ledger.send(ticket, self.now)
         assert not (known and sends), "a repeated or older ticket sends nothing"
         self.check(sends, set() if known else {b.hash for b in blocks} & self.pool.sealed.keys())
+        if not known and transfer_id in self.prefilled and self.open[key]:
+            self.fail(key)
 
-    @rule(chain=st.integers(0, 2), first=st.integers(0, 4), count=st.integers(1, 4), again=st.booleans())
+    @rule(transfer_id=IDS, over=RARELY)
+    def prefill(self, transfer_id: TransferId, over: bool) -> None:
+        """Once a prompt is computed, what is not sealed never will be."""
+        if not over:
+            self.ledger.prefill_begins(transfer_id)
+            self.prefilled.discard(transfer_id)
+            return
+        self.ledger.prefill_over(transfer_id)
+        self.prefilled.add(transfer_id)
+        key = transfer_id, self.attempts.get(transfer_id, 0)
+        if self.open.get(key):
+            self.fail(key)
+
+    @rule(chain=st.integers(0, 7), first=st.integers(0, 4), count=st.integers(1, 4), again=st.booleans())
     def sealed(self, chain: int, first: int, count: int, again: bool) -> None:
         hashes = CHAINS[chain][first : first + count][::-1]
         for block_hash in hashes:
@@ -406,38 +451,47 @@ class OutboundMachine(RuleBasedStateMachine):
     def sent(self, key: tuple[TransferId, int, int], rank: int, error: str | None) -> None:
         _, ranks = self.flying[key]
         if error and rank not in ranks:
-            self.stop(key[:2])
+            self.fail(key[:2])
         ranks.add(rank)
         if len(ranks) == 2:
             del self.flying[key]
         self.ledger.sent(Sent(*key, rank, error), 2)
 
-    @rule(transfer_id=IDS, attempt=ATTEMPTS, seq=st.integers(0, 6), rank=st.integers(-1, 3))
-    def nonsense(self, transfer_id: TransferId, attempt: int, seq: int, rank: int) -> None:
-        key = (transfer_id, attempt, seq)
+    @rule(transfer_id=IDS, newer=NEWER, seq=st.integers(0, 6), rank=st.integers(-1, 3))
+    def nonsense(self, transfer_id: TransferId, newer: int, seq: int, rank: int) -> None:
+        key = (transfer_id, self.attempts.get(transfer_id, 0) + newer, seq)
         if key not in self.flying or rank not in (0, 1):
             self.ledger.sent(Sent(*key, rank, "broken"), 2)
+
+    def fail(self, key: Any) -> None:
+        """For a reason that the destination cannot know: told once, unless the transfer is over."""
+        if key in self.open and (self.open[key] or any(flight[:2] == key for flight in self.flying)):
+            self.failed.append(key)
+        self.stop(key)
 
     def stop(self, key: Any) -> None:
         self.open.pop(key, None)
 
-    @rule(transfer_id=IDS, attempt=ATTEMPTS)
-    def end(self, transfer_id: TransferId, attempt: int) -> None:
+    @rule(transfer_id=IDS, newer=NEWER, luck=RARELY)
+    def end(self, transfer_id: TransferId, newer: int, luck: bool) -> None:
+        attempt = max(1, self.attempts.get(transfer_id, 0) + newer - luck)
         self.ledger.end(transfer_id, attempt)
         self.stop((transfer_id, attempt))
 
-    @rule(peer=st.sampled_from(SOURCES))
-    def link_down(self, peer: Peer) -> None:
-        self.ledger.link_down(peer)
+    @rule(peer=st.sampled_from(SOURCES), luck=RARELY)
+    def link_down(self, peer: Peer, luck: bool) -> None:
+        if not luck:
+            return
+        self.ledger.link_down(peer, "gone")
         for key in [key for key in self.open if self.destinations[key] == peer]:
-            self.stop(key)
+            self.fail(key)
 
-    @rule(seconds=st.sampled_from([1, 3, 20]))
-    def wait(self, seconds: int) -> None:
-        self.now += seconds * NS
+    @rule(seconds=st.sampled_from([0.2, 0.5, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += int(seconds * NS)
         self.ledger.expire(self.now)
         for key in [key for key in self.open if self.deadlines[key] <= self.now]:
-            self.stop(key)
+            self.fail(key)
 
     @rule(transfer_id=IDS)
     def renew(self, transfer_id: TransferId) -> None:
@@ -454,6 +508,10 @@ class OutboundMachine(RuleBasedStateMachine):
         assert self.pool.references == pins
         alive = {key[0] for key in self.flying} | {key[0] for key, blocks in self.open.items() if blocks}
         assert self.ledger.ids() == sorted(alive)
+        failed, self.failed = self.failed, []
+        events = self.ledger.take_events()
+        assert sorted((event.transfer_id, event.attempt) for event in events) == sorted(failed)
+        assert all(event.state is TransferState.FAILED and event.reason for event in events)
         for discard in self.ledger.take_discards():
             assert not self.open.get((discard.transfer_id, discard.attempt)), "a live transfer must not be discarded"
 
@@ -467,7 +525,7 @@ class OutboundMachine(RuleBasedStateMachine):
         assert not self.pool.references
 
 
-FEW = settings(max_examples=120, stateful_step_count=40, deadline=None)
+FEW = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestInbound = InboundMachine.TestCase
 TestInbound.settings = FEW
 TestOutbound = OutboundMachine.TestCase
