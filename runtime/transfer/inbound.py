@@ -200,7 +200,8 @@ class Inbound:
             self.counters.unknown += 1
             return
         arrival.imported.add(done.seq)
-        arrival.pins.extend(self._store.seal(block_id) for block_id in message.block_ids)
+        sealed = [self._store.seal(block_id) for block_id in message.block_ids]
+        arrival.pins.extend(block_id for block_id in sealed if block_id is not None)
         arrival.num_blocks += len(message.block_ids)
         arrival.num_bytes += message.num_bytes
         self._settle(arrival)
@@ -285,6 +286,9 @@ class Inbound:
         events, self._events = self._events, []
         return [msgspec.structs.replace(event, end_ns=now_ns) for event in events]
 
+    def has_news(self) -> bool:
+        return bool(self._discards or self._events)
+
     def take_discards(self) -> list[Discard]:
         """What ranks may forget; goes into the next step."""
         discards, self._discards = self._discards, {}
@@ -321,6 +325,7 @@ class Inbound:
             else:
                 require(not (arrival.missing or flying or arrival.partial), f"{key} ended and still waits")
                 require(not arrival.released, f"{key} ended, was released and is still here")
-            require(self._current.get(key[0], -1) >= key[1], f"{key} is not the latest and not superseded")
+            latest = self._current.get(key[0], -1) >= key[1] or self._ended.covers(*key)
+            require(latest, f"{key} is neither the latest nor superseded")
         for transfer_id, attempt in self._current.items():
             require((transfer_id, attempt) in self._arrivals, f"{transfer_id} attempt {attempt} is not filed")

@@ -50,8 +50,11 @@ class BlockStore(Protocol):
     ) -> None:
         """Marks a leased block as pending."""
 
-    def seal(self, block_id: BlockId) -> BlockId:
-        """Makes it visible; returns the block that the reference is on now (another one's, if it was faster)."""
+    def seal(self, block_id: BlockId) -> BlockId | None:
+        """Makes it visible; returns the block that the reference is on now (another one's, if it was faster).
+
+        `None`: its parent is not here, so it could never be found; it is freed.
+        """
 
     def abandon(self, block_id: BlockId) -> None:
         """Withdraws a pending block and drops the reference."""

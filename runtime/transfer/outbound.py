@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from kvferry.runtime.ids import BlockHash, BlockId, Peer, TransferId
 from kvferry.runtime.step import Discard, Send
-from kvferry.runtime.transfer.ledger import NS, BlockStore, Counters, EndedTransfers, Key, require
-from kvferry.runtime.transfer.ticket import Sent, Ticket, TicketBlock
+from kvferry.runtime.transfer.ledger import MAX_REMEMBERED, NS, BlockStore, Counters, EndedTransfers, Key, require
+from kvferry.runtime.transfer.ticket import Sent, Ticket, TicketBlock, TransferEvent, TransferState
+
+_EVICTED = "blocks were evicted before they could be sent"
 
 
 @dataclass(slots=True)
@@ -45,6 +47,9 @@ class Outbound:
         self._waiting: dict[BlockHash, set[Key]] = {}
         self._ended = EndedTransfers()
         self._discards: dict[Key, None] = {}
+        self._failures: list[TransferEvent] = []
+        self._prefilled: OrderedDict[TransferId, None] = OrderedDict()
+        """Transfers whose prompt is computed: what is not sealed by then never will be."""
         self.counters = Counters()
 
     def send(self, ticket: Ticket, now_ns: int) -> list[Send]:
@@ -70,8 +75,24 @@ class Outbound:
         for block_hash in departure.unsent:
             self._waiting.setdefault(block_hash, set()).add(key)
         sends = self._plan(departure, list(departure.unsent))
-        self._settle(departure)
+        if departure.unsent and key[0] in self._prefilled:
+            self._fail(departure, _EVICTED)
+        else:
+            self._settle(departure)
         return sends
+
+    def prefill_begins(self, transfer_id: TransferId) -> None:
+        """The prompt that this transfer carries away is about to be computed here (again)."""
+        self._prefilled.pop(transfer_id, None)
+
+    def prefill_over(self, transfer_id: TransferId) -> None:
+        """Its prompt is computed, or will not be: a transfer that still lacks blocks has failed."""
+        self._prefilled[transfer_id] = None
+        if len(self._prefilled) > MAX_REMEMBERED:
+            self._prefilled.popitem(last=False)
+        attempt = self._current.get(transfer_id)
+        if attempt is not None and (departure := self._departures[transfer_id, attempt]).unsent:
+            self._fail(departure, _EVICTED)
 
     def sealed(self, hashes: list[BlockHash]) -> list[Send]:
         """Messages for blocks that have just become visible."""
@@ -136,7 +157,7 @@ class Outbound:
                 self._store.release(block_id)
             del departure.flights[report.seq]
         if report.error is not None:
-            self._finish(departure)
+            self._fail(departure, report.error)
         else:
             self._settle(departure)
 
@@ -145,15 +166,15 @@ class Outbound:
         if departure := self._departures.get((transfer_id, attempt)):
             self._finish(departure)
 
-    def link_down(self, peer: Peer) -> None:
+    def link_down(self, peer: Peer, reason: str) -> None:
         for departure in list(self._departures.values()):
             if departure.destination == peer:
-                self._finish(departure)
+                self._fail(departure, reason)
 
     def expire(self, now_ns: int) -> None:
         for departure in list(self._departures.values()):
             if departure.deadline_ns <= now_ns:
-                self._finish(departure)
+                self._fail(departure, "not sent before its deadline")
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float, now_ns: int) -> None:
         """Prolongs leases; never shortens one."""
@@ -161,6 +182,15 @@ class Outbound:
             if (attempt := self._current.get(transfer_id)) is not None:
                 departure = self._departures[transfer_id, attempt]
                 departure.deadline_ns = max(departure.deadline_ns, now_ns + int(timeout_s * NS))
+
+    def _fail(self, departure: _Departure, reason: str) -> None:
+        """Ends a transfer for a reason that the destination cannot know of."""
+        if not departure.ended:
+            transfer_id, attempt = departure.key
+            self._failures.append(
+                TransferEvent(transfer_id=transfer_id, attempt=attempt, state=TransferState.FAILED, reason=reason)
+            )
+        self._finish(departure)
 
     def _finish(self, departure: _Departure) -> None:
         """Sends no more; what is in flight stays pinned until the ranks have reported it."""
@@ -179,6 +209,14 @@ class Outbound:
         if self._current.get(departure.key[0]) == departure.key[1]:
             del self._current[departure.key[0]]
         self._ended.add(*departure.key)
+
+    def take_events(self) -> list[TransferEvent]:
+        """Transfers that failed on this side since the last call; the coordinator tells the destination."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def has_news(self) -> bool:
+        return bool(self._discards or self._failures)
 
     def take_discards(self) -> list[Discard]:
         """What ranks need not send any more; goes into the next step."""
@@ -206,7 +244,8 @@ class Outbound:
             require(bool(departure.unsent or departure.flights), f"{key} is done and still here")
             require(not (departure.ended and departure.unsent), f"{key} ended and still waits for blocks")
             require(all(s < departure.num_planned for s in departure.flights), f"{key}: an unplanned message flies")
-            require(self._current.get(key[0], -1) >= key[1], f"{key} is not the latest and not superseded")
+            latest = self._current.get(key[0], -1) >= key[1] or self._ended.covers(*key)
+            require(latest, f"{key} is neither the latest nor superseded")
             for block_hash in departure.unsent:
                 waiting.setdefault(block_hash, set()).add(key)
         require(waiting == self._waiting, "the index of wanted blocks is out of step with the transfers")
