@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 import kvferry
+import kvferry.cluster.grpc_env  # noqa: F401
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
@@ -184,8 +185,6 @@ async def start_cluster(
 
     Raises `NotFound` and `UnsupportedModel` for what is no model.
     """
-    # Ray starts its processes while gRPC runs here; gRPC would complain about each. Read when gRPC first starts.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     files = await asyncio.to_thread(resolve_model, config.model)
     return RunningCluster(config, files, policy, parts or Parts())
 
