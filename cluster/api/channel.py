@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
+
 from kvferry.cluster.api.methods import METHODS, SERVICES
 from kvferry.cluster.api.security import bearer, client_credentials
 from kvferry.cluster.api.status import to_error
@@ -50,7 +52,10 @@ class Connection:
         if timeout_s is not None and not 0 < timeout_s < float("inf"):
             raise InvalidArgument("timeout_s", timeout_s, "must be above 0 and finite", "None waits without limit")
         request = METHODS[method].request() if request is None else request
-        return self._callers[method](request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            return self._callers[method](request, timeout=timeout_s, metadata=self._metadata)
+        except (ValueError, grpc.aio.UsageError):
+            raise InvalidArgument("client", self.target, "is closed", "make a new one") from None
 
     def error(self, failure: Any, timeout_s: float | None) -> KvferryError:
         """What a `grpc.RpcError` means."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
@@ -184,7 +185,9 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
     options = options or ServerOptions()
     interceptors = [] if options.token_file is None else [TokenInterceptor(read_token(options.token_file))]
     credentials = server_credentials(options)
-    _probe(host, port)
+    address = _probe(host, port)
+    if not (ipaddress.ip_address(address).is_loopback or interceptors or options.tls_client_ca):
+        log.warning("open_door", host=host, meaning="anyone who reaches the port may call; set a token or a client CA")
     server = grpc.aio.server(
         interceptors=interceptors,
         options=[
@@ -201,19 +204,19 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
     health = Health(SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((*SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
+        bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
     except RuntimeError as error:  # between the probe and here
         raise InvalidArgument("port", port, f"cannot be bound on {host}: {error}", "choose another --port") from None
     return ApiServer(server, health, bound)
 
 
-def _probe(host: str, port: int) -> None:
-    """Binds once with a plain socket, as gRPC's own failure names no reason. Raises `InvalidArgument`."""
+def _probe(host: str, port: int) -> str:
+    """Binds once with a plain socket, as gRPC's own failure names no reason. Returns the host's IP address.
+
+    Raises `InvalidArgument`.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
@@ -228,3 +231,4 @@ def _probe(host: str, port: int) -> None:
             if error.errno == errno.EACCES:
                 raise InvalidArgument("port", port, "needs privileges", "choose one from 1024 up") from None
             raise InvalidArgument("host", host, f"is no address of this machine: {error.strerror}") from None
+    return str(address[0])

@@ -65,7 +65,7 @@ class FakeService:
         """Raised after the first delta, or before any if `fail_first`."""
         self.fail_first = False
         self.closed = asyncio.Event()
-        """A stream that hung was closed."""
+        """A stream was closed before its end."""
         self.num_flooded = 0
         self.findings: list[str] = []
 
@@ -73,6 +73,16 @@ class FakeService:
         self.calls.append(call)
         if self.failure is not None and self.fail_first:
             raise self.failure
+        whole = False
+        try:
+            async for event in self._events(call):
+                yield event
+            whole = True
+        finally:
+            if not whole:
+                self.closed.set()
+
+    async def _events(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
         if call.messages is not None:
             tokens = self.tokenize_chat(call.messages)
         elif call.prompt is not None:
@@ -91,10 +101,7 @@ class FakeService:
             if position == 0 and self.failure is not None:
                 raise self.failure
             if call.prompt is not None and "hang" in call.prompt:
-                try:
-                    await asyncio.sleep(60)
-                finally:
-                    self.closed.set()
+                await asyncio.sleep(60)
         yield Completed(Usage(len(tokens), 1, num * call.sampling.n, 2, 4096), TIMELINE)
 
     @staticmethod

@@ -242,6 +242,7 @@ async def test_slow_client(target: str, service: Any) -> None:
             await asyncio.sleep(0.2)
         assert service.num_flooded == seen < 1000
         call.cancel()
+        await asyncio.wait_for(service.closed.wait(), CLOSES_WITHIN_S)
 
 
 # ---------------------------------------------------------------- being there
@@ -286,6 +287,19 @@ async def test_nobody_there() -> None:
             await client.generate("x")
     with pytest.raises(errors.InvalidArgument, match="HOST:PORT"):
         kvferry.Client("localhost")
+
+
+async def test_closed_client(target: str) -> None:
+    """Using a closed client ends in an exception of gRPC's insides."""
+    client = kvferry.AsyncClient(target)
+    await client.close()
+    with pytest.raises(errors.InvalidArgument, match="closed"):
+        await client.generate("x")
+    sync_client = kvferry.Client(target)
+    sync_client.close()
+    for use in (sync_client.model, lambda: sync_client.generate("x")):
+        with pytest.raises(errors.InvalidArgument, match="closed"):
+            use()
 
 
 async def test_port_in_use(api: ApiServer, service: Any) -> None:

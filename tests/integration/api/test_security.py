@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 import kvferry
@@ -63,6 +64,16 @@ async def test_bad_token_file(service: Any, tmp_path: Path, content: str | None)
         path.write_text(content)
     with pytest.raises(errors.InvalidArgument, match="token_file"):
         make_server(service, "127.0.0.1", 0, ServerOptions(token_file=path))
+
+
+@pytest.mark.parametrize(("host", "open_door"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)])
+async def test_open_door_is_reported(service: Any, tmp_path: Path, host: str, open_door: bool) -> None:
+    """Somebody serves the world without a token and nothing says so."""
+    (tmp_path / "token").write_text("secret")
+    with structlog.testing.capture_logs() as logs:
+        make_server(service, host, 0)
+        make_server(service, host, 0, ServerOptions(token_file=tmp_path / "token"))
+    assert [entry["event"] for entry in logs] == ["open_door"] * open_door
 
 
 @pytest.fixture(scope="module")
