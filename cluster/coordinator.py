@@ -104,6 +104,8 @@ class Coordinator:
         for record in list(self._records.values()):
             self._finish(record, Cancelled(f"request {record.request.request_id}: the gateway is shutting down"))
         self._maintenance.cancel()
+        if isinstance(error, Exception):
+            kind = error = trace = None  # the body's own error goes on as it is, not wrapped in a group
         await self._tasks.__aexit__(kind, error, trace)
 
     # ------------------------------------------------------------ API

@@ -1,5 +1,7 @@
 """The index against a naive twin, over a wire that loses, repeats and reorders frames."""
 
+from hashlib import blake2b
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -14,7 +16,8 @@ pytestmark = pytest.mark.core
 
 
 def h(i: int) -> BlockHash:
-    return BlockHash(bytes([i]) * 16)
+    """Spread like real hashes: small numbers would cancel out in an XOR."""
+    return BlockHash(blake2b(bytes([i]), digest_size=16).digest())
 
 
 CHAIN = [h(i) for i in range(1, 7)]
@@ -92,12 +95,12 @@ class IndexMachine(RuleBasedStateMachine):
         peer, seq, hashes = self.snapshots.pop(data.draw(st.integers(0, len(self.snapshots) - 1)))
         if self.newest[peer] < 0:
             return
+        needed = self.needs[peer]
         self.needs[peer] = self.index.snapshot(peer, seq, hashes)
-        if not self.needs[peer]:
+        if needed and not self.needs[peer]:
             self.newest[peer] = max(self.newest[peer], seq)
-        held = self.index_holds(peer)
-        for key in [k for k in self.expected if k[0] == peer and k[1] in held]:
-            del self.expected[key]
+            for block_hash in hashes:
+                self.expected.pop((peer, block_hash), None)
 
     @rule(peer=peers, blocks=st.sets(st.sampled_from(CHAIN), min_size=1), for_ns=st.integers(1, 5))
     def expect(self, peer: Peer, blocks: set[BlockHash], for_ns: int) -> None:
@@ -145,7 +148,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestIndex.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def test_a_snapshot_overtaken_by_frames_is_still_used() -> None:
