@@ -66,8 +66,13 @@ def adds_bos(file: GGUFFile) -> bool:
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     pre = file.metadata.get("tokenizer.ggml.pre", "default")
-    merges = [merge.partition(" ")[::2] for merge in file.strings("tokenizer.ggml.merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for merge in file.strings("tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= vocabulary.keys():  # the library would panic
+            raise CorruptModel(f"{file.path}: merge {merge!r} names a token that the vocabulary lacks")
+        merges.append((left, right))
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3_LIKE))
     tokenizer.decoder = decoders.ByteLevel()
     if pre in _PLAIN:
