@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -78,6 +77,11 @@ class Serve:
     ray_address: Annotated[str | None, shown("HOST:PORT", "start one on this machine, for as long as we serve")] = None
     """Join a running Ray cluster; "auto" finds one that runs here."""
 
+    metrics_port: Annotated[int | None, shown("INT", "none")] = None
+    """Port of a Prometheus endpoint, on the same address."""
+    log_json: bool = False
+    """Write events as JSON objects instead of lines for people."""
+
     dtype: DType = _ENGINE.dtype
     """Number format of weights and KV cache; auto is what the model's files say."""
     threads: Annotated[int | None, shown("INT", "all cores")] = _ENGINE.threads
@@ -125,6 +129,8 @@ class Serve:
             host=self.host,
             port=self.port,
             ray_address=self.ray_address,
+            metrics_port=self.metrics_port,
+            log_json=self.log_json,
             engine=self._engine(),
             server=ServerOptions(
                 token_file=self.token_file,
@@ -161,22 +167,11 @@ class Serve:
 
     def run(self) -> None:
         config = self.config()
-        configure_logging()
-        importlib.import_module("kvferry.cluster.launch").serve(config)  # brings Ray and torch
+        configure_logging(config.log_json)
+        importlib.import_module("kvferry.cluster.launch").serve(config)  # brings Ray and gRPC
 
 
-def configure_logging() -> None:
-    """Events as lines on standard error. Tracebacks without local variables, which may hold prompts."""
-    import structlog
+def configure_logging(json: bool) -> None:
+    from kvferry.cluster import telemetry
 
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-            ),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    telemetry.configure_logging(json=json)

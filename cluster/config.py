@@ -80,6 +80,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """0: one that is free."""
     ray_address: str | None = None
     """Of a running cluster; `None`: start one on this machine."""
+    metrics_port: int | None = None
+    """Of a Prometheus endpoint on `host`; `None`: none."""
+    log_json: bool = False
+    """One JSON object per event instead of a line for people."""
     engine: EngineConfig = EngineConfig()
     server: ServerOptions = ServerOptions()
 
@@ -94,6 +98,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "prefill + decode + mixed", 0, "must be at least 1 group", "e.g. --prefill 1 --decode 1, or --mixed 1"
             )
         check_range("port", self.port, 0, 65535)
+        if self.metrics_port is not None:
+            check_range("metrics_port", self.metrics_port, 1, 65535)
 
     def groups(self) -> list[GroupSpec]:
         """All places to fill, named `role-number`."""

@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 import kvferry
+import kvferry.cluster.grpc_env
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
@@ -127,6 +128,9 @@ class RunningCluster:
             self.gateway = await stack.enter_async_context(Gateway(config, self._files.name, spec))
             server = make_server(self.gateway, config.host, config.port, config.server)
             stack.push_async_callback(server.stop, DRAIN_S)
+            if config.metrics_port is not None:
+                stop_metrics = self.gateway.metrics.serve(config.host, config.metrics_port)
+                stack.push_async_callback(asyncio.to_thread, stop_metrics)
             self.target = f"{config.host}:{server.port}"
             loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._files))
             try:
@@ -148,6 +152,7 @@ class RunningCluster:
             engine=config.engine,
             secret=secret,
             host=LOOPBACK if config.ray_address is None else None,
+            log_json=config.log_json,
             rank_class=self._parts.rank_class,
             engine_class=self._parts.engine_class,
         )
@@ -184,8 +189,6 @@ async def start_cluster(
 
     Raises `NotFound` and `UnsupportedModel` for what is no model.
     """
-    # Ray starts its processes while gRPC runs here; gRPC would complain about each. Read when gRPC first starts.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     files = await asyncio.to_thread(resolve_model, config.model)
     return RunningCluster(config, files, policy, parts or Parts())
 
@@ -216,9 +219,9 @@ def _connect(address: str | None) -> list[float]:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:
         options["address"] = address
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it is not in the main thread
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it is not in the main thread
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:

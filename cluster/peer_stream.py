@@ -22,8 +22,8 @@ import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
-from kvferry.runtime import errors
-from kvferry.runtime.errors import GroupUnavailable, InvalidArgument, KvferryError, QueueFull, Unauthenticated
+from kvferry.cluster.legs import error_of
+from kvferry.runtime.errors import GroupUnavailable, Unauthenticated
 from kvferry.runtime.ids import Peer, SequenceKey, TransferId
 from kvferry.runtime.request import SequenceRequest
 from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket
@@ -43,21 +43,9 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 _log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer", m.Reply, m.Audit, m.KvSnapshot)
-_LEAVES = {leaf.label: leaf for leaf in errors.leaves()}
 
 OnFrame = Callable[["RemoteGroup", m.StepFrame], None]
 OnDown = Callable[["RemoteGroup", str], None]
-
-
-def error_from(label: str, message: str) -> KvferryError:
-    """The error that a label on the wire stands for. An unknown label: `GroupUnavailable`."""
-    leaf = _LEAVES.get(label, GroupUnavailable)
-    if issubclass(leaf, InvalidArgument):
-        error: KvferryError = leaf.__new__(leaf)
-        Exception.__init__(error, message)
-        error.__dict__.update(field="", value=None, limit=message, hint="")
-        return error
-    return leaf(message, 1.0) if issubclass(leaf, QueueFull) else leaf(message)
 
 
 class RemoteGroup:
@@ -143,7 +131,7 @@ class RemoteGroup:
     async def expect(self, request: ExpectRequest, timeout_s: float) -> Ticket:
         reply = await self._ask(lambda call_id: m.Expect(call_id=call_id, request=request), m.Reply, timeout_s)
         if reply.ticket is None:
-            raise error_from(reply.error_label or "", reply.error_message)
+            raise error_of(reply.error_label or "", reply.error_message)
         return reply.ticket
 
     async def audit(self, timeout_s: float) -> m.Audit:
@@ -169,7 +157,7 @@ class RemoteGroup:
         if isinstance(frame, kind):
             return frame
         if isinstance(frame, m.Reply) and frame.error_label is not None:
-            raise error_from(frame.error_label, frame.error_message)
+            raise error_of(frame.error_label, frame.error_message)
         raise GroupUnavailable(f"{self.peer} answered with {type(frame).__name__}")
 
     # ------------------------------------------------------------ the stream's own life

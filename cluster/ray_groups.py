@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kvferry.cluster.peer_stream import error_from
+from kvferry.cluster.legs import error_of
 from kvferry.cluster.supervisor import OnProgress
 from kvferry.cluster.topology import Allotment
 from kvferry.cluster.worker import Failure, Loaded, Started, Worker, WorkerSpec
@@ -71,7 +71,7 @@ class RayGroup:
             raise GroupUnavailable(f"{self.peer} did not start: {_short(error)}") from error
         for result in results:
             if isinstance(result, Failure):
-                raise error_from(result.label, result.message)
+                raise error_of(result.label, result.message)
         return results
 
     async def bring_up(self, options: RayOptions, on_progress: OnProgress) -> None:

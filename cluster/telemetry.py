@@ -13,20 +13,28 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.cluster.messages import Load
+from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.request import Usage
 from kvferry.runtime.timeline import Timeline
 
 
 def configure_logging(*, json: bool, level: str = "info", context: dict[str, Any] | None = None) -> None:
     """Events with fields on stderr, as lines or as JSON. `context` is bound to all events of the process."""
-    renderer: Any = structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=False)
+    # Plain tracebacks: others print local variables, which may hold prompts.
+    renderer: Any = (
+        structlog.processors.JSONRenderer()
+        if json
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             _Context(context or {}),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
+            *([structlog.processors.format_exc_info] if json else []),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
@@ -68,9 +76,20 @@ class Metrics:
         self._deaths = Counter("kvferry_group_deaths", "Groups that died", ["group"], registry=registry)
         registry.register(_Groups(loads))
 
-    def serve(self, host: str, port: int) -> None:
-        """A Prometheus endpoint in a thread of its own."""
-        start_http_server(port, addr=host, registry=self.registry)
+    def serve(self, host: str, port: int) -> Callable[[], None]:
+        """A Prometheus endpoint in a thread of its own; returns what ends it. Raises `InvalidArgument`."""
+        try:
+            server, thread = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            limit = f"cannot be bound on {host}: {error}"
+            raise InvalidArgument("metrics_port", port, limit, "choose another --metrics-port") from None
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
 
     def begun(self) -> None:
         self._in_flight.inc()

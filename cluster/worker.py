@@ -98,7 +98,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        configure_logging(json=spec.log_json, context={"group": str(spec.peer), "rank": spec.rank})
+        configure_logging(json=spec.log_json, level="warning", context={"group": str(spec.peer), "rank": spec.rank})
         self._host = spec.host or _node_address()
         self._rank: RankLike | None = None
         self._channel: LeaderChannel | None = None

@@ -11,42 +11,15 @@ import pytest
 
 from kvferry.cluster import hub as hub_module
 from kvferry.cluster import messages as m
-from kvferry.cluster.engine_loop import EngineLoop
-from kvferry.cluster.hub import Hub, PeerServer
-from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE, RemoteGroup, error_from
-from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks, Unauthenticated, leaves
+from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE, RemoteGroup
+from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks, Unauthenticated
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.kv.hashing import hash_chain
 from kvferry.runtime.transfer.ticket import ExpectRequest
 from tests import toy
+from tests.toy_leader import SECRET, Leader
 
 pytestmark = pytest.mark.integration
-SECRET = "s3cret"
-
-
-class Leader:
-    """A hub, its server and a toy engine."""
-
-    def __init__(self) -> None:
-        self.engine = toy.engine()
-        self.crashes: list[str] = []
-        self.hub = Hub(toy.info(), SECRET)
-        self.engine_loop = EngineLoop(self.engine, self.hub, on_crash=self.crashes.append)
-        self.hub.bind(self.engine_loop)
-        self.server = PeerServer(self.hub, "127.0.0.1")
-        self.target = f"127.0.0.1:{self.server.port}"
-
-    async def start(self) -> None:
-        await self.server.start()
-        self.engine_loop.start()
-        self._heartbeat = asyncio.create_task(self.hub.heartbeat())
-
-    async def stop(self) -> None:
-        self._heartbeat.cancel()
-        await asyncio.gather(self._heartbeat, return_exceptions=True)
-        await self.server.stop(0)
-        assert await asyncio.to_thread(self.engine_loop.stop, 5)
-        assert not self.crashes
 
 
 class Gateway:
@@ -263,12 +236,3 @@ async def test_gateway_that_does_not_read_is_cut_off(leader: Leader, monkeypatch
         port = await observer.connect(leader.target)
         await observer.wait(lambda: len(leader.hub._connections) == 1)
         await port.close()
-
-
-def test_every_label_on_the_wire_finds_its_error() -> None:
-    """Fault: an error class whose constructor wants more than a message."""
-    for leaf in leaves():
-        error: Any = error_from(leaf.label, "text")
-        assert type(error) is leaf
-        assert str(error) == "text"
-    assert isinstance(error_from("from the future", "x"), GroupUnavailable)

@@ -40,6 +40,7 @@ OPTIONS = {
         *("tls-cert", "tls-key", "tls-client-ca", "max-message", "ray-address", "dtype", "threads", "block-size"),
         *("kv-memory", "num-blocks", "prefix-caching", "max-batch-tokens", "max-sequences", "max-waiting"),
         *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum"),
+        *("metrics-port", "log-json"),
     },
     "generate": {"n", "json"} | SAMPLING | SERVER,
     "chat": {"system"} | SAMPLING | SERVER,
@@ -102,6 +103,7 @@ def test_every_field_can_be_set() -> None:
         *("--threads", "10", "--block-size", "11", "--kv-memory", "12MiB", "--no-prefix-caching"),
         *("--max-batch-tokens", "13", "--max-sequences", "14", "--max-waiting", "15", "--max-context", "16"),
         *("--transport", "gloo", "--transfer-timeout-s", "17", "--blocks-per-message", "18", "--checksum"),
+        *("--metrics-port", "19", "--log-json"),
     )
     blocks = config_of("m", "--num-blocks", "5").engine.cache
     assert blocks.num_blocks == 5
@@ -169,7 +171,7 @@ def test_failures_end_in_one_line(capsys: pytest.CaptureFixture[str], monkeypatc
         seen.append(config)
         raise ResourceMissing("the cluster lacks 3 GPUs")
 
-    monkeypatch.setattr("kvferry.cluster.cli_serve.configure_logging", lambda: None)
+    monkeypatch.setattr("kvferry.cluster.cli_serve.configure_logging", lambda _json: None)
     monkeypatch.setitem(sys.modules, "kvferry.cluster.launch", types.SimpleNamespace(serve=serve))  # type: ignore[arg-type]
     with pytest.raises(SystemExit) as caught:
         cli.main(["serve", "m", "--decode", "3"])
