@@ -230,11 +230,14 @@ class Inbound:
                 arrival = self._arrivals[transfer_id, attempt]
                 arrival.deadline_ns = max(arrival.deadline_ns, now_ns + int(timeout_s * NS))
 
-    def release(self, transfer_id: TransferId) -> None:
-        """The waiting sequence has its own references now, or is gone. Idempotent; an active transfer fails."""
-        if (attempt := self._current.get(transfer_id)) is not None:
+    def release(self, transfer_id: TransferId, attempt: int | None = None) -> None:
+        """The waiting sequence has its own references now, or is gone. Idempotent; an active transfer fails.
+
+        With `attempt`: only that one.
+        """
+        if (current := self._current.get(transfer_id)) is not None and attempt in (None, current):
             self._finish(
-                self._arrivals[transfer_id, attempt], TransferState.FAILED, "nobody waits for it", release=True
+                self._arrivals[transfer_id, current], TransferState.FAILED, "nobody waits for it", release=True
             )
 
     def _finish(self, arrival: _Arrival, state: TransferState, reason: str, release: bool = False) -> None:
