@@ -109,18 +109,10 @@ class Rank:
         """One step, in the order that `step.py` states."""
         links = self._links
         if links is not None:
-            for close in plan.closes:
-                links.close_peer(close)
-            for opening in plan.opens:
-                links.open(opening)
-            for command in plan.imports:
-                links.import_(command)
-            for discard in plan.discards:
-                links.discard(discard)
+            links.begin(plan)
         result = self._runner.execute(plan, samples)
         if links is not None:
-            for send in plan.sends:
-                links.send(send)
+            links.finish(plan)
         return result
 
     def close(self) -> None:
