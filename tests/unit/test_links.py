@@ -289,3 +289,15 @@ def test_staging_is_bounded_but_never_stuck() -> None:
     waiting.join(2)
     assert not waiting.is_alive()
     assert staging.num_bytes == 60
+
+
+def test_payload_that_arrives_while_its_transfer_is_discarded() -> None:
+    """Guards against bytes that stay for ever because the discard came between header and payload."""
+    staging = Staging()
+    staged = Staged(
+        "a", torch.empty(60, dtype=torch.uint8), [BlockId(0)], HeadSpan(torch.zeros(1, 1, 2, 1, 1, 1), (0, 1)), 1
+    )
+    staging.reserve("a", 60, 1)
+    staging.discard(Discard(T, 1))
+    assert not staging.put((PREFILL, T, 1, 0), 0, staged)
+    assert staging.num_bytes == 0
