@@ -570,3 +570,46 @@ def test_memory_of_ended_transfers_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StaleAttempt):
         ledger.expect(expect_request(TransferId("t29"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
     assert len(ledger._ended._attempts) == 10
+
+
+def halfway() -> tuple[FakePool, Inbound, Ticket, Import, Received]:
+    """A transfer whose first message is complete, and its last report."""
+    pool = FakePool(9)
+    ledger = Inbound(pool)
+    ticket = ledger.expect(expect_request(TransferId("t"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
+    first = ticket.missing[:2]
+    for rank in (0, 1):
+        report = Received(
+            TransferId("t"), 1, 0, SOURCES[0], rank, 0, [b.hash for b in first], [b.block_id for b in first], 5
+        )
+        imports = ledger.received(report)
+    return pool, ledger, ticket, imports[0], report
+
+
+def test_late_message_does_not_take_a_planned_import_with_it() -> None:
+    """Guards against a discard that reaches the ranks before the import of the same transfer."""
+    pool, ledger, _, planned, report = halfway()
+    ledger.end(TransferId("t"), 1, "cancelled")
+    assert ledger.received(report) == []
+    assert ledger.take_discards() == []
+    assert ledger.is_waiting(TransferId("t"))
+    ledger.imported(planned)
+    assert len(ledger.take_discards()) == 1
+    assert [(e.state, e.num_blocks, e.num_bytes) for e in ledger.take_events(1)] == [(TransferState.FAILED, 2, 10)]
+    assert sorted(pool.references) == sorted(planned.block_ids), "what has arrived stays, what has not is given back"
+
+
+def test_repeated_message_is_discarded_at_the_end() -> None:
+    """Guards against staged bytes of a message that came twice, in a transfer that went well."""
+    _, ledger, ticket, planned, report = halfway()
+    ledger.imported(planned)
+    assert ledger.received(report) == []
+    assert ledger.take_discards() == [], "the rest of the transfer is still wanted"
+    rest = ticket.missing[2:]
+    for rank in (0, 1):
+        last = ledger.received(
+            Received(TransferId("t"), 1, 1, SOURCES[0], rank, 0, [b.hash for b in rest], [b.block_id for b in rest], 5)
+        )
+    ledger.imported(last[0])
+    assert [event.state for event in ledger.take_events(1)] == [TransferState.COMPLETE]
+    assert len(ledger.take_discards()) == 1
