@@ -126,19 +126,19 @@ def _filter(scaled_V: torch.Tensor, p: SamplingParams) -> None:
 
 
 def _keep_nucleus(scaled_V: torch.Tensor, top_p: float) -> None:
-    """Keeps the fewest most likely tokens that together reach `top_p`. Mutates `scaled_V`.
+    """Keeps the fewest most likely tokens that together reach `top_p`; of equal ones the lower ids. Mutates `scaled_V`.
 
     Source: Holtzman et al. 2020. Tokens below `(1 - top_p) / V` cannot belong to them (all of those together weigh less
     than the rest that may be dropped), so only the others are sorted; half of it leaves room for rounding.
     """
     probabilities = torch.softmax(scaled_V, dim=-1)
-    candidates = (probabilities >= 0.5 * (1.0 - top_p) / len(scaled_V)).nonzero()[:, 0]
-    ordered, order = probabilities[candidates].sort(descending=True, stable=True)
-    before = ordered.cumsum(dim=0, dtype=torch.float64) - ordered
-    kept = candidates[order[before < top_p]]
-    values = scaled_V[kept]
-    scaled_V.fill_(float("-inf"))
-    scaled_V[kept] = values
+    candidates = probabilities[probabilities >= 0.5 * (1.0 - top_p) / len(scaled_V)]
+    ordered = np.sort(candidates.cpu().numpy())[::-1]  # several times as fast as torch's sort
+    count = min(int(np.cumsum(ordered, dtype=np.float64).searchsorted(top_p)) + 1, len(ordered))
+    least = float(ordered[count - 1])
+    spare = (probabilities == least).nonzero()[count - int((ordered > least).sum()) :, 0]
+    scaled_V.masked_fill_(probabilities < least, float("-inf"))
+    scaled_V[spare] = float("-inf")
 
 
 def _with_logprobs(raw: torch.Tensor, inputs: Sequence[SampleInput], token_ids: Sequence[int]) -> list[SampledToken]:
