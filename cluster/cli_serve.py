@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -58,6 +58,9 @@ class Serve:
     """Workers in each decode group."""
     mixed_tp: int = 1
     """Workers in each mixed group."""
+
+    disaggregate: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts are read by prefill groups: where that is faster (auto), whenever possible, or never."""
 
     host: str = DEFAULT_HOST
     """Address to listen on. 0.0.0.0 lets other machines in: use --token-file and TLS then."""
@@ -126,6 +129,7 @@ class Serve:
             prefill_tp=self.prefill_tp,
             decode_tp=self.decode_tp,
             mixed_tp=self.mixed_tp,
+            disaggregate=self.disaggregate,
             host=self.host,
             port=self.port,
             ray_address=self.ray_address,

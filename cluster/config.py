@@ -75,6 +75,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Tensor-parallel workers in each group of a role."""
     decode_tp: int = 1
     mixed_tp: int = 1
+    disaggregate: Literal["auto", "always", "never"] = "auto"
+    """`auto`: where the router expects it to cost fewer seconds."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     """0: one that is free."""

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import msgspec
 
-from kvferry.cluster.legs import Leg, Record, Sequence, error_of
+from kvferry.cluster.legs import Leg, Record, Sequence, error_of, request_of
 from kvferry.cluster.messages import Audit, StepFrame
 from kvferry.cluster.placing import Placer
 from kvferry.cluster.ports import Clock
@@ -145,9 +145,9 @@ class Coordinator:
             return
         self._router.observe(peer, frame.load)
         for report in frame.transfers:
-            transfer = self._transfers.reported(peer, report)
-            if transfer is not None:
-                self._records[transfer.request_id].note_transfer(report)
+            record = self._records.get(request_of(report.transfer_id))
+            if self._transfers.reported(peer, report) and record is not None:
+                record.note_transfer(report)
         for event in frame.tokens:
             record = self._records.get(event.key.request_id)
             if record is not None and 0 <= event.key.index < len(record.sequences):

@@ -20,6 +20,7 @@ import structlog
 
 from kvferry.cluster import messages as m
 from kvferry.cluster.group import exit_process
+from kvferry.cluster.kv_events import KvEventLog
 from kvferry.runtime.errors import FatalError, KvferryError
 from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
 from kvferry.runtime.request import SequenceRequest, TokenEvent
@@ -56,7 +57,7 @@ class EngineLike(Protocol):
     def has_work(self) -> bool: ...
     def next_deadline_ns(self) -> int | None: ...
     def step(self, now_ns: int) -> Any: ...  # StepOutputLike
-    def load(self) -> Any: ...  # the fields of `messages.Load`
+    def load(self) -> m.Load: ...
     def audit(self) -> Any: ...  # the fields of `messages.Audit` but `call_id`
     def cached_hashes(self) -> list[BlockHash]: ...
 
@@ -100,10 +101,9 @@ class EngineLoop:
         self._inbox: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=max_inbox)
         self._owner: dict[SequenceKey, str] = {}
         self._transfers: dict[tuple[TransferId, int], str] = {}
-        self._visible: set[BlockHash] = set(engine.cached_hashes())
-        self._digest = 0
-        for block_hash in self._visible:
-            self._digest ^= int.from_bytes(block_hash, "big")
+        self._log = KvEventLog()
+        self._visible: set[BlockHash] = set()
+        """As the frames so far tell it; what a snapshot must agree with."""
         self._stopping = False
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -265,20 +265,13 @@ class EngineLoop:
         self._sink.output(Output(tokens=tokens, transfers=step.transfers, kv=kv, load=self.load()))
 
     def _kv_events(self, stored: list[BlockHash], removed: list[BlockHash]) -> m.KvEvents | None:
-        """The step's net effect, so that the order of the two lists does not matter to whoever applies them."""
-        live = set(stored)
-        if not live.isdisjoint(removed):
-            live &= set(self._engine.cached_hashes())
-        came = [h for h in dict.fromkeys(stored) if h in live and h not in self._visible]
-        went = [h for h in dict.fromkeys(removed) if h not in live and h in self._visible]
-        if not came and not went:
-            return None
-        self._visible.update(came)
-        self._visible.difference_update(went)
-        for block_hash in (*came, *went):
-            self._digest ^= int.from_bytes(block_hash, "big")
-        return m.KvEvents(stored=came, removed=went, count=len(self._visible), digest=self._digest.to_bytes(16, "big"))
+        for block_hash in stored:
+            self._log.stored(block_hash)
+        for block_hash in removed:
+            self._log.removed(block_hash)
+        self._visible.update(stored)
+        self._visible.difference_update(removed)
+        return self._log.take()
 
     def load(self) -> m.Load:
-        load = self._engine.load()
-        return m.Load(*(getattr(load, field) for field in m.Load.__struct_fields__))
+        return self._engine.load()

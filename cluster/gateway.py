@@ -85,7 +85,11 @@ class Gateway:
         self._index = PrefixIndex()
         self.registry = Registry(RegistryConfig())
         self.coordinator = Coordinator(
-            self.registry, Router(RouterConfig()), self._index, self._clock, CoordinatorConfig()
+            self.registry,
+            Router(RouterConfig(disaggregate=config.disaggregate)),
+            self._index,
+            self._clock,
+            CoordinatorConfig(transfer_timeout_s=config.engine.transfer.timeout_s),
         )
         self.metrics = Metrics(self._loads)
         self._places: dict[GroupId, _Place] = {}
@@ -148,7 +152,7 @@ class Gateway:
             prompt_token_ids=token_ids,
             sampling=sampling,
             eos_token_ids=self._eos_token_ids(),
-            cache_salt=call.cache_salt,
+            cache_salt=call.cache_salt if self._config.engine.cache.prefix_caching else f"\0{call.request_id}",
             priority=call.priority,
             arrival_ns=arrival_ns,
             deadline_ns=None if call.timeout_s is None else arrival_ns + int(call.timeout_s * 1e9),

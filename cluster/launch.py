@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,11 +58,19 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 class RunningCluster:
     """A deployment in this process. All of it lives in one task, so it can be closed from any other."""
 
-    def __init__(self, config: ServeConfig, files: ModelFiles, policy: SupervisorPolicy | None, parts: Parts):
+    def __init__(
+        self,
+        config: ServeConfig,
+        files: ModelFiles,
+        policy: SupervisorPolicy | None,
+        parts: Parts,
+        on_connected: Callable[[], None],
+    ) -> None:
         self._config = config
         self._files = files
         self._policy = policy
         self._parts = parts
+        self._on_connected = on_connected
         self._closing = asyncio.Event()
         self._usable = asyncio.get_running_loop().create_future()
         self.target = ""
@@ -139,6 +147,7 @@ class RunningCluster:
                 nodes = await stack.enter_async_context(_ray(config))
             finally:
                 await asyncio.wait([loading])
+            self._on_connected()
             self.gateway.set_tokenizer(loading.result())
             await server.start()
             self.supervisor = self._supervise(nodes)
@@ -185,14 +194,20 @@ class RunningCluster:
 
 
 async def start_cluster(
-    config: ServeConfig, *, policy: SupervisorPolicy | None = None, parts: Parts | None = None
+    config: ServeConfig,
+    *,
+    policy: SupervisorPolicy | None = None,
+    parts: Parts | None = None,
+    on_connected: Callable[[], None] = lambda: None,
 ) -> RunningCluster:
     """Returns at once; see `RunningCluster.usable`. Use as an async context manager, or `close` it.
+
+    `on_connected` is called once Ray runs, which puts its own signal handlers in place.
 
     Raises `NotFound` and `UnsupportedModel` for what is no model.
     """
     files = await asyncio.to_thread(resolve_model, config.model)
-    return RunningCluster(config, files, policy, parts or Parts())
+    return RunningCluster(config, files, policy, parts or Parts(), on_connected)
 
 
 @contextlib.asynccontextmanager
@@ -263,17 +278,20 @@ def serve(config: ServeConfig, *, parts: Parts | None = None) -> None:
 
 async def _serve(config: ServeConfig, parts: Parts | None) -> None:
     begin, loop = time.monotonic(), asyncio.get_running_loop()
-    async with await start_cluster(config, parts=parts) as cluster:
 
-        def on_signal() -> None:
-            if cluster.closing:
-                os._exit(130)  # asked twice: at once; workers end with their raylet
-            _log.info("stopping")
-            cluster.begin_close()
-            loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
+    def on_signal() -> None:
+        if cluster.closing:
+            os._exit(130)  # asked twice: at once; workers end with their raylet
+        _log.info("stopping")
+        cluster.begin_close()
+        loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
 
+    def listen() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
+
+    async with await start_cluster(config, parts=parts, on_connected=listen) as cluster:
+        listen()
         show = asyncio.create_task(_show_progress(cluster))
         try:
             await cluster.usable()

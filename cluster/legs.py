@@ -18,7 +18,7 @@ from kvferry.cluster.router_load import Booking
 from kvferry.cluster.stream import RequestStream
 from kvferry.cluster.transfers import Transfer
 from kvferry.runtime.errors import GroupDied, InvalidArgument, KvferryError, QueueFull, leaves
-from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
+from kvferry.runtime.ids import BlockHash, Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import Request, SequenceRequest, TokenEvent, Usage
 from kvferry.runtime.timeline import Timeline
 from kvferry.runtime.transfer.ticket import TransferEvent
@@ -36,6 +36,11 @@ def error_of(label: str, message: str) -> KvferryError:
     if isinstance(error, InvalidArgument):  # its message is already composed: take the field's name back out of it
         error.field, error.value, error.limit, error.hint = message.partition("=")[0], None, message, ""
     return error
+
+
+def request_of(transfer_id: TransferId) -> RequestId:
+    """Whose transfer it is; the inverse of `Record.next_transfer_id`."""
+    return RequestId(transfer_id.rpartition("/")[0])
 
 
 class Placement:
@@ -143,11 +148,17 @@ class Record:
             ferried_bytes=self._ferried_bytes,
         )
 
+    def next_transfer_id(self) -> TransferId:
+        return TransferId(f"{self.request.request_id}/{self.num_transfers}")
+
     # ------------------------------------------------------------ changes
     def begin_leg(
         self, sequence: Sequence, peer: Peer, placement: Placement, handoff: bool, transfer_id: TransferId | None
     ) -> SequenceRequest:
-        """The sequence runs on `peer` from now on; returns what the group must be told."""
+        """The sequence runs on `peer` from now on; returns what the group must be told.
+
+        `transfer_id`: the transfer that brings its blocks, or with `handoff` the one that carries them away.
+        """
         assert sequence.leg is None
         assert not sequence.ended
         sequence.leg = Leg(peer, sequence.num_legs, placement)
@@ -164,7 +175,8 @@ class Record:
             arrival_ns=request.arrival_ns,
             deadline_ns=request.deadline_ns,
             handoff_after=len(sequence.tokens) + 1 if handoff else None,
-            transfer_id=transfer_id,
+            transfer_id=None if handoff else transfer_id,
+            sends_transfer_id=transfer_id if handoff else None,
         )
 
     def note_first_event(self, sequence: Sequence, leg: Leg, event: TokenEvent) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry.runtime.engine import EngineLoad
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, SequenceKey, TransferId
 from kvferry.runtime.request import SequenceRequest, TokenEvent
 from kvferry.runtime.transfer.ticket import ExpectRequest, GroupAddress, Ticket, TransferEvent
@@ -92,28 +93,7 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     """Of the group's ranks."""
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
-    """A group's state after a step. Rates are measured; 0 means: not measured yet."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    waiting_tokens: int = 0
-    """Tokens still to prefill, of waiting and running sequences."""
-    num_free_blocks: int = 0
-    """Free or evictable."""
-    num_cached_blocks: int = 0
-    """Sealed, in use or not."""
-    num_leased_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    """Of a step without prefill, at the present batch."""
-    link_bytes_per_s: float = 0.0
-    """Of received messages."""
-    num_preemptions: int = 0
-    cached_tokens_total: int = 0
-    prompt_tokens_total: int = 0
-    output_tokens_total: int = 0
-    received_bytes_total: int = 0
+Load = EngineLoad
 
 
 class KvEvents(msgspec.Struct, frozen=True, array_like=True):

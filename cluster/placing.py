@@ -128,7 +128,7 @@ class Placer:
         if source is None or destination is None:
             return
         waiting = set(placement.active)
-        transfer = Transfer(record.request.request_id, record.num_transfers, source, destination, waiting)
+        transfer = Transfer(record.next_transfer_id(), record.num_transfers, source, destination, waiting)
         record.num_transfers += 1
         placement.transfer = transfer
         self._transfers.begin(transfer)
@@ -148,7 +148,9 @@ class Placer:
         member = self._registry.get(peer)
         assert member is not None, f"{peer} was routed to but is not registered"
         transfer = placement.transfer
-        transfer_id = transfer.transfer_id if transfer is not None and transfer.open and not handoff else None
+        transfer_id = transfer.transfer_id if transfer is not None and transfer.open else None
+        if handoff:
+            transfer_id = record.next_transfer_id()  # begun right after; the group learns of it with the ticket
         member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id) for s in sequences])
 
     def _hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from kvferry.cluster.registry import Registry
 from kvferry.runtime.errors import GroupUnavailable
-from kvferry.runtime.ids import Peer, RequestId, TransferId
+from kvferry.runtime.ids import Peer, TransferId
 from kvferry.runtime.transfer.ticket import ExpectRequest, TransferEvent
 
 
 class Transfer:
     """One transfer of one placement. `waiting`: indexes of the sequences that may still need it."""
 
-    def __init__(self, request_id: RequestId, attempt: int, source: Peer, destination: Peer, waiting: set[int]) -> None:
-        self.request_id = request_id
-        self.transfer_id = TransferId(f"{request_id}/{attempt}")
+    def __init__(
+        self, transfer_id: TransferId, attempt: int, source: Peer, destination: Peer, waiting: set[int]
+    ) -> None:
+        self.transfer_id = transfer_id
         self.attempt = attempt
         self.source = source
         self.destination = destination
@@ -93,12 +94,17 @@ class Transfers:
             if member := self._registry.get(peer):
                 member.port.renew(transfer_ids, self._timeout_s)
 
-    def reported(self, peer: Peer, event: TransferEvent) -> Transfer | None:
-        """The open transfer that a destination's report is about; `None` for a stale or unknown one."""
+    def reported(self, peer: Peer, event: TransferEvent) -> bool:
+        """A group's report. True: an open transfer ended at its destination.
+
+        A source reports only that it cannot send what is missing: the destination must not wait for it.
+        """
         transfer = self._open.get(event.transfer_id)
-        if transfer is None or transfer.destination != peer or transfer.attempt != event.attempt:
-            return None
-        return transfer
+        if transfer is None or transfer.attempt != event.attempt:
+            return False
+        if peer == transfer.source:
+            self.end(transfer, event.reason)
+        return peer == transfer.destination
 
     def open_ids(self) -> set[TransferId]:
         return set(self._open)

@@ -85,7 +85,7 @@ class RankLike(Protocol):
     address: RankAddress
     layout: KVLayout
     num_blocks: int
-    spec: Any
+    max_context: int
     hash_root: bytes
 
     def attach(self, own: GroupAddress, report: Callable[[LinkReport], None]) -> None: ...
@@ -117,9 +117,8 @@ class Worker:
                 spec.config,
                 rank=spec.rank,
                 tp_size=spec.tp_size,
-                parallel_kind="shm" if spec.tp_size > 1 else "single",
+                parallel_kind="shm",
                 parallel_name=f"kvferry-{spec.secret[:8]}-{spec.peer.group}-{spec.peer.epoch}",
-                peer=spec.peer,
                 host=self._host,
                 on_progress=self._on_progress,
             )
@@ -179,7 +178,7 @@ class Worker:
         spec, rank, channel = self._spec, self._loaded(), self._channel
         execute = rank.execute if channel is None else _with_followers(channel, rank)
         engine: EngineLike = _resolve(spec.engine_class)(
-            spec.config, rank.layout, rank.num_blocks, rank.hash_root, own, self._max_context(rank), execute
+            spec.config, rank.layout, rank.num_blocks, rank.hash_root, own, rank.max_context, execute
         )
         stream = StreamThread(self._info(rank, own, pids), spec.secret, self._host, engine)
         if channel is not None:
@@ -187,11 +186,6 @@ class Worker:
         rank.attach(own, stream.engine_loop.report)
         stream.engine_loop.start()
         return f"{self._host}:{stream.port}"
-
-    def _max_context(self, rank: RankLike) -> int:
-        trained: int = rank.spec.max_context
-        wanted = self._spec.config.scheduler.max_context
-        return trained if wanted is None else min(trained, wanted)
 
     def _info(self, rank: RankLike, own: GroupAddress, pids: list[int]) -> m.GroupInfo:
         scheduler = self._spec.config.scheduler
@@ -202,7 +196,7 @@ class Worker:
             block_size=rank.layout.block_size,
             block_bytes=rank.layout.block_bytes * self._spec.tp_size,
             num_blocks=rank.num_blocks,
-            max_context=self._max_context(rank),
+            max_context=rank.max_context,
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             model=self._spec.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -10,6 +11,4 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     x: `[..., D]`; weight: `[D]`; returns a new tensor of x's shape and dtype. Source: Zhang & Sennrich 2019.
     """
-    x32 = x.float()
-    scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return weight * scaled.to(x.dtype)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -136,6 +136,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     """Stop with `HANDOFF` once so many output tokens exist (counting `output_token_ids`)."""
     transfer_id: TransferId | None = None
     """Blocks being received for this sequence: it waits for them (bounded) and takes over their lease."""
+    sends_transfer_id: TransferId | None = None
+    """On a prefill leg: the transfer that carries its blocks away. When the leg ends, what is not sealed by then will
+    never be, and the transfer need not wait for it."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,14 +48,12 @@ class StepOutput(msgspec.Struct):
 class ToyRank:
     """Executes a plan by looking at it."""
 
-    def __init__(
-        self, model: str, config: Any, *, rank: int, peer: Peer, host: str, on_progress: Any = None, **_: Any
-    ) -> None:
+    def __init__(self, model: str, config: Any, *, rank: int, host: str, on_progress: Any = None, **_: Any) -> None:
         self.rank = rank
         self.layout = LAYOUT
         self.num_blocks = 64
         self.hash_root = ROOT
-        self.spec = SimpleNamespace(max_context=256)
+        self.max_context = 256
         self.address = RankAddress(host=host, store_port=0, machine="toy")
         if on_progress:
             on_progress(1, 2)
@@ -221,9 +219,7 @@ def address(name: str = "toy-0", epoch: int = 1) -> GroupAddress:
 
 
 def engine(num_blocks: int = 64) -> ToyEngine:
-    return ToyEngine(
-        None, LAYOUT, num_blocks, ROOT, address(), 256, ToyRank("toy", None, rank=0, peer=peer(), host="").execute
-    )
+    return ToyEngine(None, LAYOUT, num_blocks, ROOT, address(), 256, ToyRank("toy", None, rank=0, host="").execute)
 
 
 def info(name: str = "toy-0", epoch: int = 1, role: str = "mixed") -> GroupInfo:

@@ -37,7 +37,10 @@ class LinkName(msgspec.Struct, frozen=True):
 
 class SendEnd(Protocol):
     def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
-        """Sends one message. `payload`: 1-d contiguous uint8, may be empty; free to change once this returns.
+        """Sends one message.
+
+        `header`: 1 to `MAX_HEADER_BYTES` bytes. `payload`: 1-d contiguous uint8, may be empty; free to change once
+        this returns.
 
         Raises `LinkClosed`; the message may or may not have arrived.
         """
@@ -62,6 +65,10 @@ class ReceiveEnd(Protocol):
 
 class Transport(Protocol):
     """Makes link ends. One per rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where payloads must lie."""
 
     def address(self) -> RankAddress:
         """Where peers meet this rank."""

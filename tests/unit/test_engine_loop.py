@@ -177,17 +177,6 @@ def test_kv_events_are_net_and_prove_themselves(rig: Rig) -> None:
     assert (kv.stored, kv.removed, kv.count, kv.digest) == (hashes, [], 3, digest.to_bytes(16, "big"))
 
 
-def test_block_stored_and_evicted_in_one_step_leaves_no_trace() -> None:
-    """Fault: the order of the two lists decides what an index believes."""
-    rig = Rig()
-    one, two = hash_chain(toy.ROOT, list(range(8)), toy.BLOCK_SIZE)
-    rig.engine.cached = {two: None}
-    kv = rig.loop._kv_events([one, two], [one])
-    assert kv is not None
-    assert (kv.stored, kv.removed, kv.count) == ([two], [], 1)
-    assert rig.loop._kv_events([one], [one]) is None
-
-
 def test_snapshot_equals_the_events_so_far(rig: Rig) -> None:
     """Fault: a snapshot that is ahead of the frames applied with it."""
     rig.loop.post("a", m.Submit([toy.sequence("r", list(range(12)), max_tokens=1)]))

@@ -1,0 +1,51 @@
+"""A linear map whose weight lies in memory the way the device reads it fastest."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_ops: Any = torch.ops.mkldnn  # present in every CPU build with oneDNN; `can_prepack` finds out what it holds
+
+
+@cache
+def can_prepack() -> bool:
+    """Whether oneDNN's prepacked bfloat16 linear exists here and computes what `F.linear` does."""
+    try:
+        weight = torch.arange(-512, 512, dtype=torch.float32).view(32, 32).mul_(0.01).bfloat16()
+        x = torch.linspace(-1, 1, 64).view(2, 32).bfloat16()
+        bias = torch.linspace(0, 1, 32).bfloat16()
+        packed = _apply_packed(x, _ops._reorder_linear_weight(weight, None), bias)
+        return bool(torch.allclose(packed.float(), F.linear(x, weight, bias).float(), rtol=0.02, atol=0.05))
+    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def _apply_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = _ops._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+class PackedLinear:
+    """`x @ weight.T + bias`.
+
+    bfloat16 on a CPU is reordered once into oneDNN's blocked layout (a plain call would read the weights at less than
+    half of the memory's speed); the given weight is not kept then. Everything else is `F.linear`.
+    """
+
+    __slots__ = ("bias", "packed", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """weight: `[out, in]`; bias: `[out]`, both of one dtype."""
+        self.packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and can_prepack()
+        self.weight: torch.Tensor = _ops._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: `[rows, in]` of the weight's dtype; returns a new `[rows, out]`."""
+        if self.packed:
+            return _apply_packed(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)

@@ -1,0 +1,49 @@
+"""Naive twins in float64: what the fast operations must compute. For tests; clarity is all that counts."""
+
+from __future__ import annotations
+
+import torch
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: `[rows, in]`, weight: `[out, in]`, bias: `[out]`; returns float64 `[rows, out]`."""
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: `[..., D]`, weight: `[D]`; returns float64."""
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def rope(x: torch.Tensor, position: int, frequencies: torch.Tensor) -> torch.Tensor:
+    """One token's heads `[H, D]`; the pair (i, i + D/2) turns by `position * frequencies[i]`. Returns float64."""
+    x = x.double()
+    half = x.shape[-1] // 2
+    out = torch.empty_like(x)
+    for i in range(half):
+        angle = position * frequencies[i].double()
+        out[:, i] = x[:, i] * angle.cos() - x[:, i + half] * angle.sin()
+        out[:, i + half] = x[:, i + half] * angle.cos() + x[:, i] * angle.sin()
+    return out
+
+
+def paged_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_ids: list[int], start: int
+) -> torch.Tensor:
+    """One row: queries `[Q, H, D]` at positions `start, start + 1, …` over all positions up to their own.
+
+    k_cache, v_cache: `[num_blocks, N, B, D]`; query head h reads KV head `h * N // H`. Returns float64 `[Q, H, D]`.
+    """
+    num_heads, num_kv_heads, block_size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for i in range(q.shape[0]):
+        places = [(block_ids[p // block_size], p % block_size) for p in range(start + i + 1)]
+        for h in range(num_heads):
+            n = h * num_kv_heads // num_heads
+            k = torch.stack([k_cache[block, n, slot] for block, slot in places]).double()
+            v = torch.stack([v_cache[block, n, slot] for block, slot in places]).double()
+            weights = torch.softmax(k @ q[i, h].double() / q.shape[-1] ** 0.5, dim=0)
+            out[i, h] = weights @ v
+    return out

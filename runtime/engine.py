@@ -1,0 +1,383 @@
+"""One engine: pool, scheduler, ledgers and an executor, composed. Calls in, `step()`, events out.
+
+Not thread-safe and without I/O: everything is called from one thread, time comes from an injected clock, and the
+forward pass is an injected function (one rank's, or a whole group's).
+
+    step:  expire leases ─▶ imports (sealed at once: every rank copies them before any row) ─▶ scheduler.plan
+           ─▶ execute on all ranks ─▶ scheduler.commit ─▶ ends, sends of what was sealed, events
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kvferry.runtime.config import EngineConfig
+from kvferry.runtime.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    InvariantBroken,
+    KvferryError,
+    NoFreeBlocks,
+    QueueFull,
+)
+from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
+from kvferry.runtime.kv.hashing import hash_chain, salted_root
+from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.kv.pool import BlockPool
+from kvferry.runtime.meters import Meters
+from kvferry.runtime.request import FinishReason, SequenceRequest, TokenEvent, check_length
+from kvferry.runtime.scheduler import Scheduler
+from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.step import CloseLink, OpenLink, SampledToken, SampleInput, StepPlan, StepResult
+from kvferry.runtime.transfer.inbound import Inbound
+from kvferry.runtime.transfer.outbound import Outbound
+from kvferry.runtime.transfer.plan import copy_plan
+from kvferry.runtime.transfer.ticket import (
+    ExpectRequest,
+    GroupAddress,
+    LinkReport,
+    Received,
+    Sent,
+    Ticket,
+    TransferEvent,
+)
+
+Execute = Callable[[StepPlan, list[SampleInput]], StepResult]
+
+
+class StepOutput(msgspec.Struct):
+    """What one step brought about."""
+
+    tokens: list[TokenEvent]
+    transfers: list[TransferEvent]
+    stored: list[BlockHash]
+    """Blocks that became visible in the prefix cache; disjoint from `removed`."""
+    removed: list[BlockHash]
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's state after a step. Rates are measured; 0 means: not measured yet."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    waiting_tokens: int = 0
+    """Tokens still to prefill, of waiting and running sequences."""
+    num_free_blocks: int = 0
+    """Free or evictable."""
+    num_cached_blocks: int = 0
+    """Sealed, in use or not."""
+    num_leased_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    """Of a step without prefill, at the present batch."""
+    link_bytes_per_s: float = 0.0
+    """Of received transfers."""
+    num_preemptions: int = 0
+    cached_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    received_bytes_total: int = 0
+
+
+class EngineAudit(msgspec.Struct, frozen=True):
+    """What an engine holds right now. At rest every list is empty."""
+
+    broken: list[str]
+    sequences: list[SequenceKey]
+    inbound: list[TransferId]
+    outbound: list[TransferId]
+    num_leased_blocks: int
+
+
+class Engine:
+    """The brain of one group; lives on its rank 0."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        num_blocks: int,
+        hash_root: bytes,
+        address: GroupAddress,
+        max_context: int,
+        execute: Execute,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.address = address
+        self.hash_root = hash_root
+        self.max_context = min(max_context, num_blocks * layout.block_size)
+        self.pool = BlockPool(num_blocks, layout.block_size)
+        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._on_admitted)
+        self.inbound = Inbound(self.pool)
+        self.outbound = Outbound(self.pool, config.transfer.blocks_per_message)
+        self.meters = Meters()
+        self._execute = execute
+        self._clock = clock
+        self._plan = StepPlan(step=0)
+        """Transfer commands collected for the next step."""
+        self._events: list[TokenEvent] = []
+        self._adopters: dict[TransferId, set[SequenceKey]] = {}
+        """Waiting sequences that will take over a transfer's lease."""
+        self._senders: dict[TransferId, int] = {}
+        """Live prefill legs of each transfer from here."""
+        self._num_submitted = 0
+        self._changed = False
+        """Something happened since the last step that found nothing to do."""
+
+    # ------------------------------------------------------------- sequences
+    def submit(self, request: SequenceRequest, now_ns: int) -> None:
+        """Queues a sequence. Idempotent by key; a newer attempt replaces an older one. Errors come as events."""
+        self._changed = True
+        key = request.key
+        if (known := self.scheduler.latest(key)) is not None:
+            if known.key.attempt >= key.attempt:
+                return
+            self.cancel(known.key)
+        try:
+            self._check(request, now_ns)
+        except KvferryError as error:
+            self._fail(key, len(request.output_token_ids), error)
+            return
+        root = salted_root(self.hash_root, request.cache_salt)
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        self._num_submitted += 1
+        sequence = Sequence(request, root, hash_chain(root, tokens, self.layout.block_size), self._num_submitted)
+        self.scheduler.add(sequence)
+        if request.transfer_id is not None:
+            self._adopters.setdefault(request.transfer_id, set()).add(key)
+        if (sends := request.sends_transfer_id) is not None:
+            self._senders[sends] = self._senders.get(sends, 0) + 1
+            self.outbound.prefill_begins(sends)
+
+    def _check(self, request: SequenceRequest, now_ns: int) -> None:
+        check_length(len(request.prompt_token_ids) + len(request.output_token_ids), self.max_context)
+        if request.deadline_ns is not None and request.deadline_ns <= now_ns:
+            raise DeadlineExceeded(f"request {request.key.request_id}: its deadline passed before it was queued")
+        waiting, limit = len(self.scheduler.waiting), self.config.scheduler.max_waiting
+        if waiting >= limit:
+            retry = self.meters.seconds_to_prefill(self._waiting_tokens())
+            raise QueueFull(f"{self.address.peer}: {waiting} sequences wait, at most {limit}", max(retry, 0.1))
+
+    def cancel(self, key: SequenceKey) -> None:
+        """Ends a sequence at this step border. Unknown keys are ignored."""
+        self._changed = True
+        sequence = self.scheduler.get(key)
+        if sequence is not None:
+            self._end(sequence)
+            self._events.append(
+                TokenEvent(key=key, position=sequence.num_output, token_id=None, finish_reason=FinishReason.CANCELLED)
+            )
+
+    def _end(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self._leave_transfer(sequence)
+        if (sends := sequence.request.sends_transfer_id) is not None:
+            self._senders[sends] -= 1
+            if not self._senders[sends]:
+                del self._senders[sends]
+                self.outbound.prefill_over(sends)
+
+    def _fail(self, key: SequenceKey, position: int, error: KvferryError) -> None:
+        self._events.append(
+            TokenEvent(key=key, position=position, token_id=None, error_label=error.label, error_message=str(error))
+        )
+
+    # ------------------------------------------------------------- transfers
+    def expect(self, request: ExpectRequest, now_ns: int) -> Ticket:
+        """Makes room for blocks to come. Raises `NoFreeBlocks`, `IncompatiblePeer`, `StaleAttempt`."""
+        if request.source.peer == self.address.peer:
+            raise InvalidArgument("source", str(request.source.peer), "a group does not send blocks to itself")
+        root = salted_root(self.hash_root, request.cache_salt)
+        hashes = hash_chain(root, request.token_ids, self.layout.block_size)
+        source_layout = msgspec.structs.replace(self.layout, tp_size=request.source.tp_size)
+        routes = {(r.source_rank, r.destination_rank) for r in copy_plan(source_layout, self.layout)}
+        # A sequence that waits for its blocks needs one more for its tail: leave that much to each.
+        spare = 1 + len(self._adopters) + len(self.scheduler.running)
+        if (free := self.pool.num_available) < len(hashes) + spare:
+            raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {len(hashes)} + {spare} wanted")
+        ticket = self.inbound.expect(request, hashes, self.layout.block_size, routes, self.address, now_ns)
+        self._changed = True
+        if ticket.missing:
+            self._plan.opens.append(OpenLink(request.source, inbound=True))
+        return ticket
+
+    def send(self, ticket: Ticket, now_ns: int) -> None:
+        """Sends what the ticket misses: sealed blocks now, others the moment they are."""
+        self._changed = True
+        self._plan.opens.append(OpenLink(ticket.destination, inbound=False))
+        self._plan.sends += self.outbound.send(ticket, now_ns)
+
+    def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None:
+        """Nothing more of it is wanted or will come, on either side. Unknown ids are ignored."""
+        self._changed = True
+        self.inbound.end(transfer_id, attempt, reason)
+        self.outbound.end(transfer_id, attempt)
+        if transfer_id not in self._adopters:
+            self.inbound.release(transfer_id, attempt)
+
+    def renew(self, transfer_ids: list[TransferId], timeout_s: float, now_ns: int) -> None:
+        self.inbound.renew(transfer_ids, timeout_s, now_ns)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """That incarnation is dead: what it still owed has failed."""
+        self._changed = True
+        self._plan.closes.append(CloseLink(peer))
+        self.inbound.link_down(peer, "the peer is gone")
+        self.outbound.link_down(peer, "the peer is gone")
+
+    def report(self, report: LinkReport) -> None:
+        """What a rank says of its links."""
+        self._changed = True
+        if isinstance(report, Received):
+            self._plan.imports += self.inbound.received(report)
+        elif isinstance(report, Sent):
+            self.outbound.sent(report, self.layout.tp_size)
+        else:
+            self.inbound.link_down(report.peer, report.reason)
+            self.outbound.link_down(report.peer, report.reason)
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        transfer_id = sequence.request.transfer_id
+        return transfer_id is None or not self.inbound.is_waiting(transfer_id)
+
+    def _on_admitted(self, sequence: Sequence) -> None:
+        self._leave_transfer(sequence)
+
+    def _leave_transfer(self, sequence: Sequence) -> None:
+        transfer_id = sequence.request.transfer_id
+        adopters = self._adopters.get(transfer_id) if transfer_id is not None else None
+        if transfer_id is None or adopters is None:
+            return
+        adopters.discard(sequence.key)
+        if not adopters:
+            del self._adopters[transfer_id]
+            self.inbound.release(transfer_id)
+
+    # ------------------------------------------------------------- stepping
+    def has_work(self) -> bool:
+        """Whether `step` could do something now. False also while all that waits, waits for others."""
+        return self._changed or bool(self.scheduler.running)
+
+    def next_deadline_ns(self) -> int | None:
+        """When `step` must be called even if nothing happens until then."""
+        deadlines = [self.inbound.next_deadline_ns(), self.outbound.next_deadline_ns()]
+        deadlines += [s.request.deadline_ns for s in self.scheduler.sequences()]
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def step(self, now_ns: int) -> StepOutput:
+        """One forward pass (or none, when nothing can run). An exception from it means: this process must end."""
+        self._expire(now_ns)
+        reclaimed = self.scheduler.num_stuck_plans > 0 and self._reclaim()
+        plan, self._plan = self._plan, StepPlan(step=self._plan.step + 1)
+        for command in plan.imports:
+            self.inbound.imported(command)
+        plan.discards = [*self.inbound.take_discards(), *self.outbound.take_discards()]
+        batch = self.scheduler.plan(now_ns)
+        plan.rows = [p.row for p in batch.planned]
+        begin = self._clock()
+        result = self._execute(plan, batch.samples)
+        end = self._clock()
+        self.meters.step(batch, (end - begin) / 1e9)
+        drawn = self.scheduler.commit(batch, result.sampled)
+        stored, removed = self.pool.take_events()
+        # Before ends, which say that no more will be sealed.
+        self._plan.sends += self.outbound.sealed(self.pool.take_sealed())
+        for sequence, token in drawn:
+            self._deliver(sequence, token, end)
+        transfers = [*self.inbound.take_events(end), *self.outbound.take_events()]
+        self.meters.transfers(transfers)
+        events, self._events = self._events, []
+        self._changed = bool(plan.rows or plan.imports or self._plan.sends or stored or reclaimed) or (
+            self.scheduler.num_stuck_plans == 1
+        )
+        return StepOutput(events, transfers, stored, removed)
+
+    def _deliver(self, sequence: Sequence, token: SampledToken, end_ns: int) -> None:
+        reason = sequence.finish_reason(self.max_context)
+        first = not sequence.reported
+        sequence.reported = True
+        if first:
+            self.meters.first_token(sequence)
+        self.meters.output_tokens += 1
+        self._events.append(
+            TokenEvent(
+                key=sequence.key,
+                position=sequence.num_output - 1,
+                token_id=token.token_id,
+                finish_reason=reason,
+                logprob=token.logprob,
+                num_cached_tokens=sequence.num_cached or 0,
+                begin_ns=sequence.begin_ns if first else None,
+                end_ns=end_ns if first else None,
+            )
+        )
+        if reason is not None:
+            self._end(sequence)
+
+    def _expire(self, now_ns: int) -> None:
+        self.inbound.expire(now_ns)
+        self.outbound.expire(now_ns)
+        for sequence in self.scheduler.sequences():
+            deadline = sequence.request.deadline_ns
+            if deadline is not None and deadline <= now_ns:
+                self._end(sequence)
+                error = DeadlineExceeded(f"request {sequence.key.request_id}: its deadline passed")
+                self._fail(sequence.key, sequence.num_output, error)
+
+    def _reclaim(self) -> bool:
+        """Waiting sequences hold the pool through their transfers and none can start: the last one lets go."""
+        for sequence in reversed(self.scheduler.waiting):
+            transfer_id = sequence.request.transfer_id
+            if transfer_id is not None and transfer_id in self._adopters:
+                del self._adopters[transfer_id]
+                self.inbound.release(transfer_id)
+                return True
+        return False
+
+    # ------------------------------------------------------------- views
+    def _waiting_tokens(self) -> int:
+        queue = [*self.scheduler.waiting, *(s for s in self.scheduler.running if s.num_uncomputed > 1)]
+        return sum(s.num_uncomputed for s in queue)
+
+    def load(self) -> EngineLoad:
+        scheduler, meters = self.scheduler, self.meters
+        return EngineLoad(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            waiting_tokens=self._waiting_tokens(),
+            num_free_blocks=self.pool.num_available,
+            num_cached_blocks=self.pool.num_sealed,
+            num_leased_blocks=self.pool.num_leased,
+            prefill_tokens_per_s=meters.prefill_tokens_per_s,
+            decode_step_s=meters.decode_step_s,
+            link_bytes_per_s=meters.link_bytes_per_s,
+            num_preemptions=scheduler.num_preemptions,
+            cached_tokens_total=meters.cached_tokens,
+            prompt_tokens_total=meters.prompt_tokens,
+            output_tokens_total=meters.output_tokens,
+            received_bytes_total=meters.received_bytes,
+        )
+
+    def audit(self) -> EngineAudit:
+        """Checks all invariants and lists what is held."""
+        broken = []
+        for part in (self.pool, self.scheduler, self.inbound, self.outbound):
+            try:
+                part.check_invariants()
+            except InvariantBroken as error:
+                broken.append(str(error))
+        return EngineAudit(
+            broken=broken,
+            sequences=[s.key for s in self.scheduler.sequences()],
+            inbound=self.inbound.ids(),
+            outbound=self.outbound.ids(),
+            num_leased_blocks=self.pool.num_leased,
+        )
+
+    def cached_hashes(self) -> list[BlockHash]:
+        return self.pool.hashes()

@@ -1,0 +1,165 @@
+"""A plan's rows as tensors, made once per step and used by every layer.
+
+Tokens are put in order of attention: first the rows of one token ("decode"), longest context first and cut into groups
+of similar length, then each longer row ("prefill") by itself, those with a cached prefix before those without.
+`sample_index` leads back to the plan's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvferry.kernels.attention import PagedRows
+from kvferry.runtime.errors import InvariantBroken
+from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.step import Row
+
+_MIN_WASTE = 24
+"""Padding blocks that cost less than the extra operations of one more group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens `[start, stop)` of the batch, attended to in one call."""
+
+    start: int
+    stop: int
+    rows: PagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    token_ids: torch.Tensor
+    """int64 `[T]`."""
+    positions: torch.Tensor
+    """int64 `[T]`."""
+    write_index: torch.Tensor
+    """int64 `[T·2N]`: slots of the new keys and values."""
+    decode: list[Part]
+    prefixed: list[Part]
+    fresh: list[slice]
+    """Tokens of prompts from their beginning: their keys and values are all just computed."""
+    sample_index: torch.Tensor
+    """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
+
+
+class _Table:
+    """One row's place in the batch."""
+
+    __slots__ = ("block_ids", "context", "index", "row")
+
+    def __init__(self, index: int, row: Row, block_size: int) -> None:
+        self.index = index
+        self.row = row
+        self.context = row.start + len(row.token_ids)
+        num_blocks = -(-self.context // block_size)
+        if not row.token_ids or len(row.block_ids) < num_blocks:
+            raise InvariantBroken(
+                f"row {index} of a plan: {len(row.token_ids)} tokens from position {row.start} "
+                f"do not fit its {len(row.block_ids)} blocks of {block_size}"
+            )
+        self.block_ids = np.asarray(row.block_ids[:num_blocks], dtype=np.int64)
+
+
+def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
+    """Raises `InvariantBroken` for a row without tokens or with too few blocks."""
+    block_size, device = storage.layout.block_size, storage.blocks.device
+    tables = [_Table(i, row, block_size) for i, row in enumerate(rows)]
+    decode = sorted((t for t in tables if len(t.row.token_ids) == 1), key=lambda t: -len(t.block_ids))
+    prefill = sorted((t for t in tables if len(t.row.token_ids) > 1), key=lambda t: t.row.start == 0)
+    ordered = decode + prefill
+    positions = np.concatenate([np.arange(t.row.start, t.context) for t in ordered])
+    blocks = np.concatenate([t.block_ids[np.arange(t.row.start, t.context) // block_size] for t in ordered])
+    token_ids = np.concatenate([np.asarray(t.row.token_ids, dtype=np.int64) for t in ordered])
+    lengths = np.array([len(t.row.token_ids) for t in ordered])
+    stops = np.cumsum(lengths)
+    starts = (stops - lengths).tolist()
+    last_token = {t.index: int(stop) - 1 for t, stop in zip(ordered, stops, strict=True)}
+
+    parts = _Parts(storage)
+    decode_parts, done = [], 0
+    for size in _groups([len(t.block_ids) for t in decode]):
+        decode_parts.append(parts.decode(decode[done : done + size], done))
+        done += size
+    spans = list(zip(prefill, starts[len(decode) :], strict=True))
+    return Batch(
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        write_index=torch.from_numpy(storage.slot_index(blocks, positions % block_size).reshape(-1)).to(device),
+        decode=decode_parts,
+        prefixed=[parts.prefixed(t, start) for t, start in spans if t.row.start > 0],
+        fresh=[slice(start, start + len(t.row.token_ids)) for t, start in spans if t.row.start == 0],
+        sample_index=torch.tensor(
+            [last_token[i] for i, row in enumerate(rows) if row.sample], dtype=torch.int64, device=device
+        ),
+    )
+
+
+def _groups(num_blocks: Sequence[int]) -> list[int]:
+    """Sizes of consecutive groups of rows (longest first) in which padding stays small beside the work itself."""
+    sizes: list[int] = []
+    longest = work = waste = 0
+    for blocks in num_blocks:
+        if sizes and waste + longest - blocks <= max(_MIN_WASTE, (work + blocks) // 4):
+            waste += longest - blocks
+            work += blocks
+            sizes[-1] += 1
+        else:
+            longest, work, waste = blocks, blocks, 0
+            sizes.append(1)
+    return sizes
+
+
+class _Parts:
+    """Builds `PagedRows`; all of one batch gather into the same memory, one after the other."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        self._storage = storage
+        self._memory = storage.blocks.new_empty((0, storage.spans[0].shape[1]))
+
+    def decode(self, tables: list[_Table], start: int) -> Part:
+        longest = len(tables[0].block_ids)
+        # Padding needs a span that is filled to its end: when there is padding, the longest row has more than one
+        # block and so a full first one.
+        block_ids = np.full((len(tables), longest), tables[0].block_ids[0])
+        for r, table in enumerate(tables):
+            block_ids[r, : len(table.block_ids)] = table.block_ids
+        layout = self._storage.layout
+        contexts = np.array([t.context for t in tables])
+        hidden = np.arange(longest * layout.block_size) >= contexts[:, None]
+        mask = np.repeat(hidden, layout.rank_heads, axis=0)[:, None]
+        return Part(start, start + len(tables), self._rows(block_ids, contexts, mask))
+
+    def prefixed(self, table: _Table, start: int) -> Part:
+        slots = np.arange(len(table.block_ids) * self._storage.layout.block_size)
+        mask = slots > np.arange(table.row.start, table.context)[:, None]
+        return Part(start, start + len(mask), self._rows(table.block_ids[None], np.array([table.context]), mask))
+
+    def _rows(self, block_ids: np.ndarray, contexts: np.ndarray, hidden: np.ndarray) -> PagedRows:
+        """block_ids: `[R, S/B]`; contexts: `[R]`; hidden: the mask as booleans."""
+        storage, layout = self._storage, self._storage.layout
+        (num_rows, num_blocks), heads = block_ids.shape, layout.rank_heads
+        spans = storage.span_index(block_ids).reshape(num_rows, num_blocks, 2, heads).transpose(2, 0, 3, 1)
+        num_slots = num_blocks * layout.block_size
+        in_blocks = -(-contexts // layout.block_size) * layout.block_size
+        slot = np.arange(num_slots)
+        row, unfilled = np.nonzero((slot >= contexts[:, None]) & (slot < in_blocks[:, None]))
+        keys_values, head = np.arange(2)[:, None, None], np.arange(heads)[None, :, None]
+        flat = ((keys_values * num_rows + row) * heads + head) * num_slots + unfilled
+        blocks = storage.blocks
+        mask = torch.zeros(hidden.shape, dtype=blocks.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+        return PagedRows(
+            spans=torch.from_numpy(np.ascontiguousarray(spans).reshape(-1)).to(blocks.device),
+            unfilled=torch.from_numpy(flat.reshape(-1)).to(blocks.device),
+            mask=mask.to(blocks.device),
+            gathered=self._take(spans.size),
+        )
+
+    def _take(self, num_spans: int) -> torch.Tensor:
+        if num_spans > len(self._memory):
+            self._memory = self._memory.new_empty((num_spans, self._memory.shape[1]))
+        return self._memory[:num_spans]

@@ -1,0 +1,86 @@
+"""The parts of a decoder layer, on the heads and channels of one rank.
+
+Legend: T tokens of the batch, C hidden size, H query heads, N KV heads, D head dim (heads of this rank).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvferry.kernels.attention import fresh_attention, paged_attention, paged_prefill_attention, write_kv
+from kvferry.kernels.linear import PackedLinear
+from kvferry.kernels.norm import rms_norm
+from kvferry.kernels.rope import apply_rope_
+from kvferry.runtime.model.batch import Batch
+from kvferry.runtime.model.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    qkv: PackedLinear
+    """To `(H + 2N)·D`: query heads, key heads, value heads."""
+    output: PackedLinear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __call__(
+        self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's share of the output. Mutates the cache: all rows' KV is written before any row reads."""
+        heads = self.num_heads
+        qkv = self.qkv(x_TC).view(-1, heads + 2 * self.num_kv_heads, self.head_dim)
+        q, kv = qkv[:, :heads], qkv[:, heads:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q.copy_(self.q_norm(q))
+            kv[:, : self.num_kv_heads].copy_(self.k_norm(kv[:, : self.num_kv_heads]))
+        apply_rope_(qkv[:, : heads + self.num_kv_heads], angles)
+        write_kv(slots, batch.write_index, kv)
+        parts = [paged_attention(q[p.start : p.stop], spans, p.rows, self.num_kv_heads) for p in batch.decode]
+        parts += [
+            paged_prefill_attention(q[p.start : p.stop], spans, p.rows, self.num_kv_heads) for p in batch.prefixed
+        ]
+        parts += [fresh_attention(q[tokens], kv[tokens]) for tokens in batch.fresh]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.output(out.reshape(-1, heads * self.head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the output."""
+        gate, up = self.gate_up(x_TC).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: MLP
+    parallel: TensorParallel
+
+    def __call__(
+        self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
+    ) -> torch.Tensor:
+        """Mutates `x_TC` and returns it."""
+        x_TC.add_(self.parallel.all_reduce_(self.attention(self.attention_norm(x_TC), angles, batch, slots, spans)))
+        return x_TC.add_(self.parallel.all_reduce_(self.mlp(self.mlp_norm(x_TC))))

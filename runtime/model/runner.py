@@ -1,0 +1,39 @@
+"""Executes the rows of a plan on one rank. Not: imports and sends, which are the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.model.llama import Llama
+from kvferry.runtime.model.parallel import TensorParallel
+from kvferry.runtime.model.sampler import sample
+from kvferry.runtime.step import SampleInput, StepPlan, StepResult
+
+
+class Runner:
+    """One rank's model with its KV memory. All ranks of a group execute the same plans in the same order."""
+
+    def __init__(self, model: Llama, storage: KVStorage, parallel: TensorParallel) -> None:
+        self._model = model
+        self._storage = storage
+        self._parallel = parallel
+
+    def execute(self, plan: StepPlan, samples: Sequence[SampleInput]) -> StepResult:
+        """Runs the forward pass; on rank 0 draws a token per row with `sample` (`samples` in the rows' order).
+
+        Other ranks pass no samples and get an empty result. Mutates the KV storage.
+        Raises `DeviceError` if the group breaks apart or the model's output is not finite.
+        """
+        if not plan.rows:
+            return StepResult([])
+        with torch.inference_mode():
+            batch = make_batch(plan.rows, self._storage)
+            hidden = self._model.forward(batch, self._storage)
+            if not len(batch.sample_index):
+                return StepResult([])
+            logits = self._model.logits(hidden)
+            return StepResult(sample(logits, samples) if self._parallel.rank == 0 else [])

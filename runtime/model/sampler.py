@@ -1,0 +1,154 @@
+"""From logits to tokens. A row's token depends on its own logits, parameters, history, seed, index and position only.
+
+    raw logits ──▶ log-probabilities that are reported
+        │ banned ids, logit bias, repetition penalty, presence and frequency penalties
+        ├──▶ greedy: argmax
+        │ temperature, min_p, top_k, top_p
+        └──▶ one uniform draw (Philox: seed, index, position) through the inverse of the cumulated probabilities
+
+Batched operations are only those whose result for a row is the same, bit for bit, whatever rows stand beside it.
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvferry.runtime.errors import DeviceError
+from kvferry.runtime.model.philox import uniform
+from kvferry.runtime.request import Logprob, SamplingParams
+from kvferry.runtime.step import SampledToken, SampleInput
+
+
+def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
+    """Draws one token per row. logits_RV: floating point, one row per input; not changed.
+
+    Raises `DeviceError` if a row has no largest number (the model computed NaN or infinity).
+    """
+    raw = logits_RV.float()
+    largest, greedy = raw.max(dim=-1)
+    if not bool(largest.isfinite().all()):
+        raise DeviceError(f"logits are not finite in rows {(~largest.isfinite()).nonzero().flatten().tolist()}")
+    token_ids: list[int] = greedy.tolist()
+    edited = [r for r, one in enumerate(inputs) if _edits(one)]
+    drawn = [r for r, one in enumerate(inputs) if one.params.temperature > 0.0]
+    if edited or drawn:
+        _choose(raw, inputs, edited, drawn, token_ids)
+    return _with_logprobs(raw, inputs, token_ids)
+
+
+def _choose(
+    raw: torch.Tensor, inputs: Sequence[SampleInput], edited: list[int], drawn: list[int], token_ids: list[int]
+) -> None:
+    """Replaces the ids of all rows that are more than an argmax of the raw logits."""
+    rows = sorted({*edited, *drawn})
+    place = {r: i for i, r in enumerate(rows)}
+    logits = raw[rows]  # a copy
+    for r in edited:
+        _edit(logits[place[r]], inputs[r])
+    if len(drawn) < len(rows):
+        chosen = logits.argmax(dim=-1).tolist()
+        for r in edited:
+            token_ids[r] = chosen[place[r]]
+    if not drawn:
+        return
+    if len(drawn) < len(rows):
+        logits = logits[[place[r] for r in drawn]]
+    for r, token in zip(drawn, _draw(logits, [inputs[r] for r in drawn]), strict=True):
+        token_ids[r] = token
+
+
+def _edits(one: SampleInput) -> bool:
+    p = one.params
+    return bool(
+        one.banned_token_ids
+        or p.logit_bias
+        or p.repetition_penalty != 1.0
+        or p.presence_penalty != 0.0
+        or p.frequency_penalty != 0.0
+    )
+
+
+def _edit(logits_V: torch.Tensor, one: SampleInput) -> None:
+    """Bans, bias and penalties. Mutates `logits_V`."""
+    p, device = one.params, logits_V.device
+    if one.banned_token_ids:
+        logits_V[torch.tensor(one.banned_token_ids, device=device)] = float("-inf")
+    if p.logit_bias:
+        logits_V[torch.tensor(list(p.logit_bias), device=device)] += torch.tensor(
+            list(p.logit_bias.values()), dtype=logits_V.dtype, device=device
+        )
+    if p.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique([*one.prompt_token_ids, *one.output_token_ids]).astype(np.int64)).to(device)
+        values = logits_V[seen]
+        logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if one.output_token_ids and (p.presence_penalty != 0.0 or p.frequency_penalty != 0.0):
+        tokens, counts = np.unique(np.asarray(one.output_token_ids, dtype=np.int64), return_counts=True)
+        penalty = (p.presence_penalty + p.frequency_penalty * counts).astype(np.float32)
+        logits_V[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(penalty).to(device)
+
+
+def _draw(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[int]:
+    """Filters each row as it asks, then draws. Mutates `logits_RV`."""
+    device = logits_RV.device
+    temperatures = torch.tensor([[one.params.temperature] for one in inputs], dtype=torch.float32, device=device)
+    # Tiny temperatures must not overflow: the largest logit is moved to 0 first, which changes no probability.
+    logits_RV.sub_(logits_RV.amax(dim=-1, keepdim=True)).div_(temperatures)
+    for row, one in zip(logits_RV, inputs, strict=True):
+        _filter(row, one.params)
+    probabilities = torch.softmax(logits_RV, dim=-1)
+    cumulated = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    draws = uniform(
+        [one.params.seed or 0 for one in inputs],
+        [one.key.index for one in inputs],
+        [one.position for one in inputs],
+    )
+    total = cumulated[:, -1:]
+    target = torch.from_numpy(draws).to(device)[:, None] * total
+    # Below the total even after rounding; then the first token that exceeds the target has a probability above 0.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    token_ids: list[int] = torch.searchsorted(cumulated, target, right=True)[:, 0].tolist()
+    return token_ids
+
+
+def _filter(scaled_V: torch.Tensor, p: SamplingParams) -> None:
+    """min_p, top_k, top_p in this order; dropped tokens get -inf. `scaled_V`: largest is 0. Mutates it."""
+    if p.min_p > 0.0:
+        scaled_V.masked_fill_(scaled_V < math.log(p.min_p), float("-inf"))
+    if 0 < p.top_k < len(scaled_V):
+        scaled_V.masked_fill_(scaled_V < scaled_V.topk(p.top_k, sorted=False).values.min(), float("-inf"))
+    if p.top_p < 1.0:
+        _keep_nucleus(scaled_V, p.top_p)
+
+
+def _keep_nucleus(scaled_V: torch.Tensor, top_p: float) -> None:
+    """Keeps the fewest most likely tokens that together reach `top_p`. Mutates `scaled_V`.
+
+    Source: Holtzman et al. 2020. Tokens below `(1 - top_p) / V` cannot belong to them (all of those together weigh less
+    than the rest that may be dropped), so only the others are sorted; half of it leaves room for rounding.
+    """
+    probabilities = torch.softmax(scaled_V, dim=-1)
+    candidates = (probabilities >= 0.5 * (1.0 - top_p) / len(scaled_V)).nonzero()[:, 0]
+    ordered, order = probabilities[candidates].sort(descending=True, stable=True)
+    before = ordered.cumsum(dim=0, dtype=torch.float64) - ordered
+    kept = candidates[order[before < top_p]]
+    values = scaled_V[kept]
+    scaled_V.fill_(float("-inf"))
+    scaled_V[kept] = values
+
+
+def _with_logprobs(raw: torch.Tensor, inputs: Sequence[SampleInput], token_ids: Sequence[int]) -> list[SampledToken]:
+    wanted = [r for r, one in enumerate(inputs) if one.params.logprobs is not None]
+    sampled = [SampledToken(token) for token in token_ids]
+    if not wanted:
+        return sampled
+    logprobs = torch.log_softmax(raw[wanted], dim=-1)
+    for row, r in zip(logprobs, wanted, strict=True):
+        top = row.topk(min(inputs[r].params.logprobs or 0, len(row)))
+        alternatives = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        sampled[r].logprob = Logprob(token_ids[r], float(row[token_ids[r]]), alternatives)
+    return sampled

@@ -1,0 +1,131 @@
+"""One rank: a shard of the model, its KV storage and its links, told what to do by step plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvferry.runtime.config import EngineConfig
+from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.hashing import hash_root
+from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
+from kvferry.runtime.model.llama import build_model
+from kvferry.runtime.model.loader import OnDevice, open_weights
+from kvferry.runtime.model.parallel import ParallelKind, make_parallel
+from kvferry.runtime.model.runner import Runner
+from kvferry.runtime.model.spec import ModelSpec
+from kvferry.runtime.step import SampleInput, StepPlan, StepResult
+from kvferry.runtime.transfer.factory import make_transport
+from kvferry.runtime.transfer.links import Links
+from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
+
+
+def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    return spec.dtype if config.dtype == "auto" else config.dtype
+
+
+def resolve_max_context(config: EngineConfig, spec: ModelSpec) -> int:
+    """Raises `InvalidArgument` for more than the model was trained for."""
+    wanted = config.scheduler.max_context
+    if wanted is not None and wanted > spec.max_context:
+        raise InvalidArgument("max_context", wanted, f"the model was trained for {spec.max_context} tokens")
+    return wanted or spec.max_context
+
+
+def resolve_num_blocks(config: EngineConfig, layout: KVLayout) -> int:
+    """Raises `InvalidArgument` if not even one block fits."""
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    count = config.cache.kv_memory_bytes // layout.block_bytes
+    if count == 0:
+        raise InvalidArgument(
+            "kv_memory_bytes", config.cache.kv_memory_bytes, f"one block takes {layout.block_bytes} bytes"
+        )
+    return count
+
+
+class Rank:
+    """Loads its shard on construction. `execute` from one thread; reports of its links come from others.
+
+    `parallel_kind` and `parallel_name`: how and under which name the ranks of the group find each other. `host`: where
+    peers' links meet this rank; `None`: it has none, and no group to exchange blocks with.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        *,
+        rank: int = 0,
+        tp_size: int = 1,
+        parallel_kind: ParallelKind = "shm",
+        parallel_name: str = "",
+        host: str | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        files = resolve_model(model)
+        self.spec = load_spec(files)
+        self.spec.check_tensor_parallel(tp_size)
+        self.dtype = resolve_dtype(config, self.spec)
+        self.max_context = resolve_max_context(config, self.spec)
+        self.layout = self.spec.kv_layout(config.cache.block_size, self.dtype, tp_size)
+        self.num_blocks = resolve_num_blocks(config, self.layout)
+        self.hash_root = hash_root({"model": model_identity(files), **self.layout.content_fields})
+        self.rank = rank
+        self._config = config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
+        weights = OnDevice(open_weights(files, self.spec, on_progress), device)
+        try:
+            decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel)
+        finally:
+            weights.close()
+        self.storage = KVStorage(self.layout, self.num_blocks, device)
+        self._runner = Runner(decoder, self.storage, self._parallel)
+        self._transport = None if host is None else make_transport(config.transfer.transport, host)
+        self._links: Links | None = None
+
+    @property
+    def address(self) -> RankAddress:
+        """Where peers' links meet this rank. Raises `InvalidArgument` for a rank made without `host`."""
+        if self._transport is None:
+            raise InvalidArgument("host", None, "a rank without a host has no links")
+        return self._transport.address()
+
+    def attach(self, own: GroupAddress, report: Callable[[LinkReport], None]) -> None:
+        """Ready to exchange blocks, once all ranks' addresses are known. `report` is called from link threads."""
+        if self._transport is None:
+            raise InvalidArgument("host", None, "a rank without a host has no links")
+        self._links = Links(
+            self._transport, self.layout, self.rank, own.peer, self.storage.blocks, self._config.transfer, report
+        )
+
+    def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        """One step, in the order that `step.py` states."""
+        links = self._links
+        if links is not None:
+            for close in plan.closes:
+                links.close_peer(close)
+            for opening in plan.opens:
+                links.open(opening)
+            for command in plan.imports:
+                links.import_(command)
+            for discard in plan.discards:
+                links.discard(discard)
+        result = self._runner.execute(plan, samples)
+        if links is not None:
+            for send in plan.sends:
+                links.send(send)
+        return result
+
+    def close(self) -> None:
+        if self._links is not None:
+            self._links.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._parallel.close()

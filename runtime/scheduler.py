@@ -1,0 +1,261 @@
+"""What the next step computes: one scheduler for prefill and decode.
+
+    submit ──▶ waiting ──admit──▶ running ──finish / cancel──▶ gone
+                  ▲                  │
+                  └────── preempt ───┘        (its sealed blocks stay cached; it recomputes what was evicted)
+
+Each plan serves running sequences first (decodes, then prefill chunks), then admits waiting ones, all in the order of
+priority, arrival. A waiting sequence whose next block somebody is just filling (a running sequence, a transfer) is
+passed over until that block is sealed or withdrawn: nothing is computed twice. Blocks for all known tokens are leased
+at admission, further ones as the sequence grows; when none is left, the last sequence in order is preempted.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+import msgspec
+
+from kvferry.runtime.config import SchedulerConfig
+from kvferry.runtime.errors import InvariantBroken
+from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
+from kvferry.runtime.kv.hashing import hash_block
+from kvferry.runtime.kv.pool import BlockPool
+from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.step import Row, SampledToken, SampleInput
+
+
+class PlannedRow(msgspec.Struct):
+    sequence: Sequence
+    row: Row
+
+
+class Batch(msgspec.Struct):
+    """One step's rows, with whom they belong to."""
+
+    planned: list[PlannedRow]
+    samples: list[SampleInput]
+    num_prefill_tokens: int
+    num_decodes: int
+
+
+class Scheduler:
+    """Plans and commits steps over one pool.
+
+    `may_start(sequence)` says whether a waiting sequence's transfer is over; `on_admitted(sequence)` is told when a
+    sequence has taken its own references.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        may_start: Callable[[Sequence], bool] = lambda _: True,
+        on_admitted: Callable[[Sequence], None] = lambda _: None,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._may_start = may_start
+        self._on_admitted = on_admitted
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._by_name: dict[tuple[RequestId, int], Sequence] = {}
+        self.num_preemptions = 0
+        self.num_stuck_plans = 0
+        """Plans in a row that could run nothing although sequences wait for room."""
+
+    # ------------------------------------------------------------- coming and going
+    def add(self, sequence: Sequence) -> None:
+        self._by_name[sequence.key.request_id, sequence.key.index] = sequence
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def get(self, key: SequenceKey) -> Sequence | None:
+        sequence = self.latest(key)
+        return sequence if sequence is not None and sequence.key == key else None
+
+    def latest(self, key: SequenceKey) -> Sequence | None:
+        """The same sequence at whatever attempt."""
+        return self._by_name.get((key.request_id, key.index))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence at a step border and gives its blocks back."""
+        del self._by_name[sequence.key.request_id, sequence.key.index]
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._release(sequence)
+
+    def sequences(self) -> list[Sequence]:
+        return list(self._by_name.values())
+
+    # ------------------------------------------------------------- planning
+    def plan(self, now_ns: int) -> Batch:
+        """Rows for the next step. Leases blocks; may preempt and admit."""
+        batch = Batch([], [], 0, 0)
+        budget = self._config.max_batch_tokens
+        for sequence in sorted(self.running, key=lambda s: (s.num_uncomputed > 1, s.order)):
+            if budget == 0:
+                break
+            if sequence not in self.running:  # preempted by one before it
+                continue
+            if self._grow(sequence):
+                budget -= self._add_row(batch, sequence, budget, now_ns)
+        blocked = self._admit(batch, budget, now_ns)
+        self.num_stuck_plans = self.num_stuck_plans + 1 if blocked and not self.running else 0
+        return batch
+
+    def _admit(self, batch: Batch, budget: int, now_ns: int) -> bool:
+        """Moves waiting sequences to running while budgets last. True: the first in line lacks blocks."""
+        for sequence in list(self.waiting):
+            if budget == 0 or len(self.running) >= self._config.max_sequences:
+                return False
+            if not self._may_start(sequence):
+                continue
+            hits, pending = self._cached_prefix(sequence)
+            if pending:
+                continue
+            if not self._lease_all(sequence, hits):
+                return True
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=lambda s: s.order)
+            self._on_admitted(sequence)
+            budget -= self._add_row(batch, sequence, budget, now_ns)
+        return False
+
+    def _cached_prefix(self, sequence: Sequence) -> tuple[list[BlockId], bool]:
+        """Sealed blocks from the start, and whether somebody is filling the next one. The last token stays out."""
+        size = self._pool.block_size
+        hits: list[BlockId] = []
+        for i, block_hash in enumerate(sequence.hashes[: (len(sequence.tokens) - 1) // size]):
+            block_id = self._pool.lookup(block_hash, sequence.tokens[i * size : (i + 1) * size])
+            if block_id is None:
+                return hits, self._pool.is_pending(block_hash)
+            hits.append(block_id)
+        return hits, False
+
+    def _lease_all(self, sequence: Sequence, hits: list[BlockId]) -> bool:
+        """Takes the hits and fresh blocks for all other known tokens; False: no room, nothing changed."""
+        pool, size = self._pool, self._pool.block_size
+        for block_id in hits:
+            pool.acquire(block_id)
+        num_fresh = -(-len(sequence.tokens) // size) - len(hits)
+        # Room for each running sequence to grow by a block: admitting into the last block would only preempt at once.
+        if num_fresh + len(self.running) > pool.num_available:
+            for block_id in hits:
+                pool.release(block_id)
+            return False
+        sequence.block_ids = [*hits, *pool.lease(num_fresh)]
+        sequence.num_computed = len(hits) * size
+        sequence.num_sealed = len(hits)
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+        for i in range(len(hits), len(sequence.hashes)):
+            self._announce(sequence, i)
+        return True
+
+    def _announce(self, sequence: Sequence, index: int) -> None:
+        size = self._pool.block_size
+        parent = sequence.hashes[index - 1] if index else None
+        tokens = sequence.tokens[index * size : (index + 1) * size]
+        self._pool.begin_fill(sequence.block_ids[index], sequence.hashes[index], parent, tokens)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Sees to it that the table covers all tokens; preempts later ones, or in the end this one (False).
+
+        Only decodes grow, and they are planned in order: the last in order has no row yet.
+        """
+        while len(sequence.block_ids) * self._pool.block_size < len(sequence.tokens):
+            if self._pool.num_available:
+                sequence.block_ids += self._pool.lease(1)
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _add_row(self, batch: Batch, sequence: Sequence, budget: int, now_ns: int) -> int:
+        start = sequence.num_computed
+        count = min(sequence.num_uncomputed, budget)
+        end = start + count
+        num_blocks = -(-end // self._pool.block_size)
+        sample = end == len(sequence.tokens)
+        row = Row(sequence.tokens[start:end], start, sequence.block_ids[:num_blocks], sample)
+        batch.planned.append(PlannedRow(sequence, row))
+        if sample:
+            batch.samples.append(
+                SampleInput(
+                    key=sequence.key,
+                    params=sequence.request.sampling,
+                    position=sequence.num_output,
+                    prompt_token_ids=sequence.request.prompt_token_ids,
+                    output_token_ids=sequence.tokens[sequence.num_prompt :],
+                    banned_token_ids=sequence.banned(),
+                )
+            )
+        if sequence.begin_ns is None:
+            sequence.begin_ns = now_ns
+        if count == 1 and sequence.num_output:
+            batch.num_decodes += 1
+        else:
+            batch.num_prefill_tokens += count
+        return count
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.order)
+        self.num_preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        for block_id in reversed(sequence.block_ids):  # children first: they are evicted before their parents
+            self._pool.release(block_id)
+        sequence.block_ids = []
+        sequence.num_computed = sequence.num_sealed = 0
+
+    # ------------------------------------------------------------- committing
+    def commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
+        """Seals what was filled and appends what was drawn. The caller judges ends and removes."""
+        if len(sampled) != len(batch.samples):
+            raise InvariantBroken(f"{len(batch.samples)} rows to sample, {len(sampled)} tokens came back")
+        tokens = iter(sampled)
+        drawn: list[tuple[Sequence, SampledToken]] = []
+        for planned in batch.planned:
+            sequence, row = planned.sequence, planned.row
+            sequence.num_computed = row.start + len(row.token_ids)
+            self._seal(sequence)
+            if row.sample:
+                token = next(tokens)
+                sequence.tokens.append(token.token_id)
+                drawn.append((sequence, token))
+        return drawn
+
+    def _seal(self, sequence: Sequence) -> None:
+        size = self._pool.block_size
+        for i in range(sequence.num_sealed, sequence.num_computed // size):
+            if i == len(sequence.hashes):  # filled by decode, so not announced at admission
+                parent = sequence.hashes[i - 1] if i else None
+                sequence.hashes.append(hash_block(sequence.root, parent, sequence.tokens[i * size : (i + 1) * size]))
+                self._announce(sequence, i)
+            canonical = self._pool.seal(sequence.block_ids[i])
+            if canonical is None:
+                raise InvariantBroken(f"{sequence.key}: block {i} filled while its parent is not here")
+            sequence.block_ids[i] = canonical
+            sequence.num_sealed = i + 1
+
+    def check_invariants(self) -> None:
+        """Raises `InvariantBroken`."""
+        size = self._pool.block_size
+        rules = {
+            "a list is out of order": all(
+                [s.order for s in q] == sorted(s.order for s in q) for q in (self.waiting, self.running)
+            ),
+            "a sequence is in no list or in two": sorted(s.order for s in self._by_name.values())
+            == sorted(s.order for s in [*self.waiting, *self.running]),
+            "a waiting sequence holds blocks": not any(s.block_ids for s in self.waiting),
+            "too many run": len(self.running) <= self._config.max_sequences,
+            "a table is too short": all(len(s.block_ids) * size >= s.num_computed for s in self.running),
+            "a full block is not sealed": all(s.num_sealed == s.num_computed // size for s in self.running),
+        }
+        for words, holds in rules.items():
+            if not holds:
+                raise InvariantBroken(f"scheduler: {words}")

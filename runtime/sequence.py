@@ -1,0 +1,73 @@
+"""One sequence inside one engine: what it has, what it still has to compute."""
+
+from __future__ import annotations
+
+from kvferry.runtime.ids import BlockHash, BlockId, SequenceKey
+from kvferry.runtime.request import FinishReason, SequenceRequest
+
+
+class Sequence:
+    """Mutable; owned by the scheduler. `tokens` = prompt + output; KV exists for the first `num_computed`."""
+
+    __slots__ = (
+        "begin_ns",
+        "block_ids",
+        "hashes",
+        "key",
+        "num_cached",
+        "num_computed",
+        "num_prompt",
+        "num_sealed",
+        "order",
+        "reported",
+        "request",
+        "root",
+        "stops",
+        "tokens",
+    )
+
+    def __init__(self, request: SequenceRequest, root: bytes, hashes: list[BlockHash], serial: int) -> None:
+        self.request = request
+        self.key: SequenceKey = request.key
+        self.order = (request.priority, request.arrival_ns, serial)
+        """Smaller goes first."""
+        self.root = root
+        self.tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt = len(request.prompt_token_ids)
+        self.hashes = hashes
+        """Chain over the full blocks of `tokens`; grows as blocks fill up."""
+        self.block_ids: list[BlockId] = []
+        self.num_computed = 0
+        self.num_sealed = 0
+        """Leading blocks of the table that are sealed."""
+        self.num_cached: int | None = None
+        """Tokens that the first admission found in the cache."""
+        self.begin_ns: int | None = None
+        self.reported = False
+        """Whether an event has told of `num_cached` and `begin_ns`."""
+        params = request.sampling
+        self.stops = frozenset([*([] if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids])
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    def banned(self) -> list[int]:
+        """Tokens that may not be drawn next: ends of sequence, until `min_tokens` are there."""
+        return sorted(self.stops) if self.num_output < self.request.sampling.min_tokens else []
+
+    def finish_reason(self, max_context: int) -> FinishReason | None:
+        """Judges the sequence after its last token was appended."""
+        params = self.request.sampling
+        if self.tokens[-1] in self.stops:
+            return FinishReason.STOP
+        if self.num_output >= params.max_tokens or len(self.tokens) >= max_context:
+            return FinishReason.LENGTH
+        handoff = self.request.handoff_after
+        if handoff is not None and self.num_output >= handoff:
+            return FinishReason.HANDOFF
+        return None

@@ -1,0 +1,194 @@
+"""Transport over TCP between any two machines: one gloo process group per link, of two ranks and no world.
+
+Messages use one tag per kind. gloo leaves whoever waits for a message that broke off in its middle waiting until the
+deadline, but a receive whose message has not begun fails within milliseconds of the peer's death. So nobody waits for a
+payload: the receiver waits for the END that follows it on the same stream, the sender for the receiver's ACK. An
+expired wait closes the pair on both sides; that is also how `close` wakes a thread that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
+
+from kvferry.runtime.transfer.meeting import Deadline, OpenEnds
+from kvferry.runtime.transfer.store import StoreMeeting, first_line, seconds
+from kvferry.runtime.transfer.ticket import RankAddress
+from kvferry.runtime.transfer.transport import MAX_HEADER_BYTES, LinkClosed, LinkName
+
+PREFIX, HEADER, PAYLOAD, END, ACK, NEVER = range(1, 7)
+FOREVER_S = 365 * 86400.0
+_SIZES = struct.Struct("<IQ")
+SOURCE, DESTINATION = 0, 1
+
+
+def _bytes(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _Pair:
+    """A process group of two; every failure is `LinkClosed` and final."""
+
+    def __init__(self, name: str, group: Any, other: int, ends: OpenEnds) -> None:
+        self._name = name
+        self._group = group
+        self._other = other
+        self._ends = ends
+        self._closing = threading.Lock()
+        self._closed = False
+        ends.add(self)
+
+    def isend(self, tensor: torch.Tensor, tag: int) -> Work:
+        return self._start(self._group.send, tensor, tag)
+
+    def ireceive(self, tensor: torch.Tensor, tag: int) -> Work:
+        return self._start(self._group.recv, tensor, tag)
+
+    def _start(self, operation: Callable[..., Work], tensor: torch.Tensor, tag: int) -> Work:
+        if self._closed:
+            raise LinkClosed(f"{self._name}: closed")
+        try:
+            return operation([tensor], self._other, tag)
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def wait(self, work: Work, timeout_s: float) -> None:
+        try:
+            work.wait(seconds(timeout_s))
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: RuntimeError) -> LinkClosed:
+        self.close()
+        return LinkClosed(f"{self._name}: {first_line(error)}")
+
+    def close(self) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        self._ends.remove(self)
+        with contextlib.suppress(RuntimeError):  # raised at once if the peer has closed the pair already
+            self._group.recv([_bytes(1)], self._other, NEVER).wait(seconds(0.001))
+
+
+class GlooSendEnd:
+    def __init__(self, pair: _Pair) -> None:
+        self._pair = pair
+
+    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
+        size = payload.numel()
+        received = self._pair.ireceive(_bytes(1), ACK)
+        parts = [(_tensor(_SIZES.pack(len(header), size)), PREFIX), (_tensor(header), HEADER)]
+        parts += [(payload, PAYLOAD)] if size else []
+        parts += [(_bytes(1), END)]
+        sent = [self._pair.isend(tensor, tag) for tensor, tag in parts]
+        self._pair.wait(received, timeout_s)
+        for work in sent:
+            self._pair.wait(work, timeout_s)  # over before the ACK came
+
+    def close(self) -> None:
+        self._pair.close()
+
+
+class GlooReceiveEnd:
+    """A thread of its own waits for headers: a wait of gloo's that runs out of time would close the link."""
+
+    def __init__(self, name: str, pair: _Pair, timeout_s: float) -> None:
+        self._name = name
+        self._pair = pair
+        self._timeout_s = timeout_s
+        self._headers: queue.Queue[tuple[bytes, int] | LinkClosed] = queue.Queue(4)
+        self._unread: int | None = None
+        threading.Thread(target=self._read_headers, name=f"kvferry-gloo-{name}", daemon=True).start()
+
+    def _read_headers(self) -> None:
+        try:
+            while True:
+                prefix = _bytes(_SIZES.size)
+                self._pair.wait(self._pair.ireceive(prefix, PREFIX), FOREVER_S)
+                header_size, payload_size = _SIZES.unpack(prefix.numpy().tobytes())
+                if not 0 < header_size <= MAX_HEADER_BYTES:
+                    raise LinkClosed(f"{self._name}: a header of {header_size} bytes")
+                header = _bytes(header_size)
+                self._pair.wait(self._pair.ireceive(header, HEADER), self._timeout_s)
+                self._headers.put((header.numpy().tobytes(), payload_size))
+        except LinkClosed as closed:
+            self._pair.close()
+            self._headers.put(closed)
+
+    def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
+        try:
+            header = self._headers.get(timeout=max(timeout_s, 0.001))
+        except queue.Empty:
+            return None
+        if isinstance(header, LinkClosed):
+            self._headers.put(header)  # for whoever asks again
+            raise LinkClosed(str(header))
+        self._unread = header[1]
+        return header
+
+    def receive_payload(self, into: torch.Tensor, timeout_s: float) -> None:
+        if into.numel() != self._unread:  # gloo ends the process when a buffer is too small
+            self._pair.close()
+            raise LinkClosed(f"{self._name}: {into.numel()} bytes of room for {self._unread}")
+        self._unread = None
+        payload = self._pair.ireceive(into, PAYLOAD) if into.numel() else None
+        self._pair.wait(self._pair.ireceive(_bytes(1), END), timeout_s)
+        if payload is not None:
+            self._pair.wait(payload, timeout_s)  # over before the END came
+        self._pair.wait(self._pair.isend(_bytes(1), ACK), timeout_s)  # the sender asked for it before all else
+
+    def close(self) -> None:
+        self._pair.close()  # wakes the thread as well
+
+
+class GlooTransport:
+    """`host`: name or address of this machine's interface that peers reach."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._ends = OpenEnds()
+        self._meeting = StoreMeeting(host, self._ends)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def address(self) -> RankAddress:
+        return self._meeting.address
+
+    def _pair(self, name: LinkName, store: TCPStore, prefix: str, rank: int, deadline: Deadline) -> _Pair:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = seconds(deadline.remaining())
+        try:
+            group = ProcessGroupGloo(PrefixStore(prefix, store), rank, 2, options)
+        except RuntimeError as error:
+            raise LinkClosed(f"{name}: {first_line(error)}") from error
+        return _Pair(str(name), group, 1 - rank, self._ends)
+
+    def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> GlooSendEnd:
+        deadline = Deadline(timeout_s, f"connecting {name}")
+        store, prefix = self._meeting.connect(name, destination, deadline)
+        return GlooSendEnd(self._pair(name, store, prefix, SOURCE, deadline))
+
+    def accept(self, name: LinkName, source: RankAddress, timeout_s: float) -> GlooReceiveEnd:
+        del source
+        deadline = Deadline(timeout_s, f"accepting {name}")
+        store, prefix = self._meeting.accept(name, deadline)
+        return GlooReceiveEnd(str(name), self._pair(name, store, prefix, DESTINATION, deadline), timeout_s)
+
+    def close(self) -> None:
+        self._ends.close()

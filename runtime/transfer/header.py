@@ -1,0 +1,72 @@
+"""What precedes a message's payload on a link, and the checks that it must pass."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.runtime.ids import BlockHash, BlockId, TransferId
+from kvferry.runtime.transfer.transport import LinkName
+
+VERSION = 1
+MAX_BLOCKS = 256
+
+
+class MessageHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Everything that both ends must agree on before a byte of payload is believed."""
+
+    version: int = VERSION
+    link: str
+    """`LinkName`: both groups with their epochs, both ranks."""
+    link_seq: int
+    """Counts the messages of this link from 0."""
+    fingerprint: bytes
+    transfer_id: TransferId
+    attempt: int
+    seq: int
+    hashes: list[BlockHash]
+    block_ids: list[BlockId]
+    """At the destination."""
+    num_bytes: int
+    crc: int | None
+    """CRC-32 of the payload."""
+
+
+class Expected(msgspec.Struct):
+    """What the receiving end of one link knows by itself."""
+
+    name: LinkName
+    fingerprint: bytes
+    num_blocks: int
+    """Of the destination's pool."""
+    block_bytes: int
+    """That one block of this link's heads takes."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(MessageHeader).decode
+
+
+def parse(data: bytes, payload_bytes: int, link_seq: int, expected: Expected) -> MessageHeader | str:
+    """The header, or what is wrong with it."""
+    try:
+        header = _decode(data)
+    except msgspec.DecodeError as error:
+        return f"unreadable header: {error}"
+    count = len(header.block_ids)
+    checks = (
+        ("version", header.version, VERSION),
+        ("link name", header.link, str(expected.name)),
+        ("link sequence number", header.link_seq, link_seq),
+        ("layout fingerprint", header.fingerprint.hex(), expected.fingerprint.hex()),
+        ("number of hashes", len(header.hashes), count),
+        ("payload size", header.num_bytes, count * expected.block_bytes),
+        ("announced size", payload_bytes, header.num_bytes),
+    )
+    for what, got, wanted in checks:
+        if got != wanted:
+            return f"{what} is {got}, expected {wanted}"
+    if not 1 <= count <= MAX_BLOCKS:
+        return f"{count} blocks, must be 1 to {MAX_BLOCKS}"
+    if len(set(header.block_ids)) != count or not all(0 <= b < expected.num_blocks for b in header.block_ids):
+        return f"block ids must differ and be below {expected.num_blocks}"
+    return header

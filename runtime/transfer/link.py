@@ -1,0 +1,313 @@
+"""The two ends of a link, each with a thread: one gathers and sends what is queued, one receives, checks, stages."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kvferry.runtime.errors import InvariantBroken
+from kvferry.runtime.step import Send
+from kvferry.runtime.transfer.header import Expected, MessageHeader, encode, parse
+from kvferry.runtime.transfer.meeting import Closable
+from kvferry.runtime.transfer.span import HeadSpan
+from kvferry.runtime.transfer.staging import Staged, Staging
+from kvferry.runtime.transfer.ticket import LinkReport, RankAddress, Received, Sent
+from kvferry.runtime.transfer.transport import (
+    MAX_HEADER_BYTES,
+    LinkClosed,
+    LinkName,
+    ReceiveEnd,
+    SendEnd,
+    Transport,
+)
+
+MAX_QUEUED = 8192
+IDLE_S = 3600.0
+Report = Callable[[LinkReport], None]
+
+
+@dataclass
+class LinkStats:
+    """Of all links of one rank, since it began. Changed under `lock`."""
+
+    sent_messages: int = 0
+    sent_bytes: int = 0
+    received_messages: int = 0
+    received_bytes: int = 0
+    refused_messages: int = 0
+    """Their header or checksum was wrong; the link was torn down."""
+    dropped_messages: int = 0
+    """Of transfers that were discarded, or there already."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count(self, **amounts: int) -> None:
+        with self.lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+
+@dataclass(frozen=True)
+class LinkContext:
+    """What all links of one rank share."""
+
+    transport: Transport
+    staging: Staging
+    stats: LinkStats
+    report: Report
+    timeout_s: float
+    checksum: bool
+    fingerprint: bytes
+    num_blocks: int
+
+
+class Outgoing:
+    """One `Send` on its way over all of this rank's routes; reports `Sent` once, when the last one is done."""
+
+    def __init__(self, send: Send, num_routes: int, rank: int, report: Report, ready: torch.cuda.Event | None) -> None:
+        self.send = send
+        self._num_left = num_routes
+        self._rank = rank
+        self._report = report
+        self._ready = ready
+        self._error: str | None = None
+        self._lock = threading.Lock()
+
+    def wait_ready(self) -> None:
+        """Until the device has written the blocks."""
+        if self._ready is not None:
+            self._ready.synchronize()
+
+    def done(self, error: str | None) -> None:
+        with self._lock:
+            self._num_left -= 1
+            self._error = self._error or error
+            if self._num_left:
+                return
+        self._report(Sent(self.send.transfer_id, self.send.attempt, self.send.seq, self._rank, self._error))
+
+
+class LinkThread:
+    """The thread that owns one end. Once it is over the link is down for good; a new one may take its name."""
+
+    def __init__(self, name: LinkName, kind: str, body: Callable[[], None], on_down: Callable[[str], None]) -> None:
+        self.changed = threading.Condition()
+        self.closing: str | None = None
+        """Why the link is going down; set once."""
+        self.name = f"kvferry-{kind}-{name}"
+        self._body = body
+        self._on_down = on_down
+        self._end: Closable | None = None
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        reason = f"thread {self.name} failed"
+        try:
+            self._body()
+        except LinkClosed as closed:
+            reason = str(closed)
+        finally:
+            self.close(reason)
+            self._on_down(self.closing or reason)
+
+    def opened(self, end: Closable) -> None:
+        """Raises `LinkClosed` if the link was closed meanwhile."""
+        with self.changed:
+            self._end = end
+            if self.closing is not None:
+                raise LinkClosed(self.closing)
+
+    def close(self, reason: str) -> None:
+        """Makes the thread end soon; does not wait for it."""
+        with self.changed:
+            if self.closing is None:
+                self.closing = reason
+            end = self._end
+            self.changed.notify_all()
+        if end is not None:
+            end.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread is over."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+class SendLink:
+    def __init__(
+        self, context: LinkContext, name: LinkName, to: RankAddress, span: HeadSpan, on_down: Callable[[str], None]
+    ) -> None:
+        self._context = context
+        self._name = name
+        self._to = to
+        self._span = span
+        self._on_down = on_down
+        self._queue: deque[Outgoing] = deque()
+        self.life = LinkThread(name, "send", self._run, self._down)
+
+    def put(self, outgoing: Outgoing) -> None:
+        """Never blocks. A message that cannot be queued is reported as failed."""
+        with self.life.changed:
+            error = self.life.closing
+            if error is None and len(self._queue) >= MAX_QUEUED:
+                error = f"{self._name}: {MAX_QUEUED} messages wait already"
+            if error is None:
+                self._queue.append(outgoing)
+                self.life.changed.notify_all()
+        if error is not None:
+            outgoing.done(error)
+
+    def _run(self) -> None:
+        end = self._context.transport.connect(self._name, self._to, self._context.timeout_s)
+        self.life.opened(end)
+        link_seq = 0
+        while True:
+            outgoing = self._next()
+            error: str | None = f"{self._name}: the link went down"
+            try:
+                if self._context.staging.is_discarded(outgoing.send.transfer_id, outgoing.send.attempt):
+                    error = "the transfer was ended"
+                else:
+                    self._send(end, outgoing, link_seq)
+                    link_seq += 1
+                    error = None
+            except LinkClosed as closed:
+                error = str(closed)
+                raise
+            finally:
+                outgoing.done(error)
+
+    def _next(self) -> Outgoing:
+        with self.life.changed:
+            while not self._queue:
+                if self.life.closing is not None:
+                    raise LinkClosed(self.life.closing)
+                self.life.changed.wait()
+            return self._queue.popleft()
+
+    def _send(self, end: SendEnd, outgoing: Outgoing, link_seq: int) -> None:
+        send = outgoing.send
+        outgoing.wait_ready()
+        payload = self._span.read(send.source_block_ids, self._context.transport.device)
+        header = encode(
+            MessageHeader(
+                link=str(self._name),
+                link_seq=link_seq,
+                fingerprint=self._context.fingerprint,
+                transfer_id=send.transfer_id,
+                attempt=send.attempt,
+                seq=send.seq,
+                hashes=send.hashes,
+                block_ids=send.destination_block_ids,
+                num_bytes=payload.numel(),
+                crc=checksum(payload) if self._context.checksum else None,
+            )
+        )
+        if len(header) > MAX_HEADER_BYTES:
+            raise InvariantBroken(
+                f"header of {len(header)} bytes for {len(send.hashes)} blocks; at most 256 may travel"
+            )
+        end.send(header, payload, self._context.timeout_s)
+        self._context.stats.count(sent_messages=1, sent_bytes=payload.numel())
+
+    def _down(self, reason: str) -> None:
+        with self.life.changed:
+            left = list(self._queue)
+            self._queue.clear()
+        for outgoing in left:
+            outgoing.done(reason)
+        self._on_down(reason)
+
+
+class ReceiveLink:
+    def __init__(
+        self,
+        context: LinkContext,
+        name: LinkName,
+        source: RankAddress,
+        span: HeadSpan,
+        num_routes: int,
+        on_down: Callable[[str], None],
+    ) -> None:
+        self._context = context
+        self._name = name
+        self._link = str(name)
+        self._source = source
+        self._span = span
+        self._num_routes = num_routes
+        self._expected = Expected(name, context.fingerprint, context.num_blocks, span.block_bytes)
+        self._wanted_again = False
+        self.life = LinkThread(name, "receive", self._run, on_down)
+
+    def touch(self) -> None:
+        """Someone expects blocks: if nobody has connected yet, wait for a whole timeout from now."""
+        self._wanted_again = True
+
+    def _run(self) -> None:
+        end = self._accept()
+        self.life.opened(end)
+        link_seq = 0
+        while True:
+            got = end.receive_header(IDLE_S)
+            if got is not None:
+                self._receive(end, got[0], got[1], link_seq)
+                link_seq += 1
+
+    def _accept(self) -> ReceiveEnd:
+        while True:
+            self._wanted_again = False
+            try:
+                return self._context.transport.accept(self._name, self._source, self._context.timeout_s)
+            except LinkClosed:
+                if self.life.closing is not None or not self._wanted_again:
+                    raise
+
+    def _receive(self, end: ReceiveEnd, data: bytes, payload_bytes: int, link_seq: int) -> None:
+        staging, stats, timeout_s = self._context.staging, self._context.stats, self._context.timeout_s
+        header = parse(data, payload_bytes, link_seq, self._expected)
+        if isinstance(header, str):
+            stats.count(refused_messages=1)
+            raise LinkClosed(f"{self._name}: refused a message: {header}")
+        discarded = staging.is_discarded(header.transfer_id, header.attempt)
+        if not discarded:
+            staging.reserve(self._link, header.num_bytes, timeout_s)
+        try:
+            payload = torch.empty(header.num_bytes, dtype=torch.uint8, device=self._context.transport.device)
+            end.receive_payload(payload, timeout_s)
+            if not discarded and header.crc is not None and checksum(payload) != header.crc:
+                stats.count(refused_messages=1)
+                raise LinkClosed(f"{self._name}: refused a message: wrong checksum")
+        except BaseException:
+            if not discarded:
+                staging.unreserve(self._link, header.num_bytes)
+            raise
+        key = self._name.source, header.transfer_id, header.attempt, header.seq
+        staged = Staged(self._link, payload, header.block_ids, self._span, self._num_routes)
+        if discarded or not staging.put(key, self._name.source_rank, staged):
+            stats.count(dropped_messages=1)
+            return
+        stats.count(received_messages=1, received_bytes=header.num_bytes)
+        self._context.report(
+            Received(
+                header.transfer_id,
+                header.attempt,
+                header.seq,
+                self._name.source,
+                self._name.source_rank,
+                self._name.destination_rank,
+                header.hashes,
+                header.block_ids,
+                header.num_bytes,
+            )
+        )
+
+
+def checksum(payload: torch.Tensor) -> int:
+    return zlib.crc32(payload.cpu().numpy().data)

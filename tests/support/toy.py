@@ -1,0 +1,162 @@
+"""A toy model whose next token is a hash of *what its blocks say*: reading a foreign or unfilled block shows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from kvferry.runtime.engine import Engine, StepOutput
+from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey
+from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.request import SamplingParams, SequenceRequest
+from kvferry.runtime.step import SampledToken, SampleInput, Send, StepPlan, StepResult
+from kvferry.runtime.transfer.ticket import GroupAddress, RankAddress
+
+VOCAB = 50
+POISON = -1
+ROOT = b"toy-root-16bytes"
+
+
+def toy_next(tokens: list[int], seed: int, index: int) -> int:
+    """The undisturbed truth. Values repeat in processes and runs (unlike `hash`)."""
+    value = 1469598103934665603 ^ (seed * 31 + index)
+    for token in tokens:
+        value = ((value ^ (token + 1)) * 1099511628211) & (2**64 - 1)
+    return (value >> 20) % VOCAB
+
+
+def toy_output(prompt: list[int], count: int, seed: int = 0, index: int = 0) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(toy_next(tokens, seed, index))
+    return tokens[len(prompt) :]
+
+
+class ToyRunner:
+    """One rank: blocks hold tokens; rows write them, then read their whole context back."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.size = block_size
+        self.blocks = [[POISON] * block_size for _ in range(num_blocks)]
+        self.sends: list[tuple[Send, list[list[int]]]] = []
+        self.staged: dict[tuple[str, int, int], list[list[int]]] = {}
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        self.plans.append(plan)
+        for command in plan.imports:
+            payload = self.staged.pop((command.transfer_id, command.attempt, command.seq))
+            for block_id, content in zip(command.block_ids, payload, strict=True):
+                self.blocks[block_id] = list(content)
+        for row in plan.rows:
+            assert row.token_ids, "a row without tokens"
+            for position, token in enumerate(row.token_ids, row.start):
+                self.blocks[row.block_ids[position // self.size]][position % self.size] = token
+        sampled = []
+        inputs = iter(samples)
+        for row in plan.rows:
+            length = row.start + len(row.token_ids)
+            context = [self.blocks[row.block_ids[p // self.size]][p % self.size] for p in range(length)]
+            assert POISON not in context, "a row read a slot that nobody filled"
+            if row.sample:
+                given = next(inputs)
+                token = toy_next(context, given.params.seed or 0, given.key.index)
+                while token in given.banned_token_ids:
+                    token = (token + 1) % VOCAB
+                sampled.append(SampledToken(token))
+        for send in plan.sends:
+            self.sends.append((send, [list(self.blocks[b]) for b in send.source_block_ids]))
+        return StepResult(sampled)
+
+    def poison(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.blocks[block_id] = [POISON] * self.size
+
+
+class Ticks:
+    """A clock that moves by a microsecond each time it is read."""
+
+    def __init__(self) -> None:
+        self._ticks: Iterator[int] = itertools.count(1_000_000_000, 1_000)
+
+    def __call__(self) -> int:
+        return next(self._ticks)
+
+
+def toy_address(name: str, epoch: int = 1) -> GroupAddress:
+    layout = toy_layout()
+    return GroupAddress(Peer(GroupId(name), Epoch(epoch)), 1, layout.fingerprint, [RankAddress("127.0.0.1", 0, "here")])
+
+
+def toy_layout(block_size: int = 4) -> KVLayout:
+    return KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
+
+
+class ToyEngine:
+    """An engine over a toy runner, stepped by hand."""
+
+    def __init__(self, num_blocks: int = 32, block_size: int = 4, name: str = "toy", **scheduler: int) -> None:
+        self.runner = ToyRunner(num_blocks, block_size)
+        self.clock = Ticks()
+        config = EngineConfig(
+            cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
+            scheduler=SchedulerConfig(**scheduler),
+            transfer=TransferConfig(transport="local", blocks_per_message=2),
+        )
+        self.engine = Engine(
+            config,
+            toy_layout(block_size),
+            num_blocks,
+            ROOT,
+            toy_address(name),
+            1 << 20,
+            self.runner.execute,
+            self.clock,
+        )
+        self.tokens: dict[SequenceKey, list[int]] = {}
+        self.ends: dict[SequenceKey, str] = {}
+
+    def submit(self, request: SequenceRequest) -> None:
+        self.engine.submit(request, self.clock())
+
+    def step(self) -> StepOutput:
+        output = self.engine.step(self.clock())
+        for event in output.tokens:
+            if event.token_id is not None:
+                self.tokens.setdefault(event.key, []).append(event.token_id)
+            if event.finish_reason is not None:
+                self.ends[event.key] = event.finish_reason.value
+            if event.error_label is not None:
+                self.ends[event.key] = event.error_label
+        return output
+
+    def run(self, max_steps: int = 2000) -> None:
+        for _ in range(max_steps):
+            if not self.engine.has_work():
+                return
+            self.step()
+        raise AssertionError(f"not at rest after {max_steps} steps")
+
+
+def toy_request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    index: int = 0,
+    seed: int = 0,
+    priority: int = 0,
+    **rest: object,
+) -> SequenceRequest:
+    fields = {"attempt": 1, "arrival_ns": 0, **rest}
+    attempt = fields.pop("attempt")
+    assert isinstance(attempt, int)
+    return SequenceRequest(
+        key=SequenceKey(RequestId(name), index, attempt),
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
+        eos_token_ids=[],
+        priority=priority,
+        **fields,  # type: ignore[arg-type]
+    )
