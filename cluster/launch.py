@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -41,6 +42,7 @@ DRAIN_S = 2.0
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
+RAY_CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 _log = structlog.get_logger(__name__)
@@ -233,6 +235,7 @@ def _connect(address: str | None) -> list[float]:
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:
+        _check_ray_address(address)
         options["address"] = address
     import ray
 
@@ -246,6 +249,20 @@ def _connect(address: str | None) -> list[float]:
             "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
         ) from error
     return [float(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _check_ray_address(address: str) -> None:
+    """Ray itself would try an address where nobody listens for minutes, and then abort the process."""
+    if address == "auto":
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        raise InvalidArgument("ray_address", address, "must be HOST:PORT of a Ray head, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        hint = "see `ray status` there, or leave the option out"
+        raise InvalidArgument("ray_address", address, f"nobody answers there: {error}", hint) from error
 
 
 def _disconnect() -> None:
