@@ -1,4 +1,4 @@
-"""Transfers from a group against a naive twin: blocks sent twice, never or unpinned; reports of any kind at any time."""
+"""Transfers from a group against a naive twin: blocks sent twice, never or unpinned; any report at any time."""
 
 from __future__ import annotations
 
