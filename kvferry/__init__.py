@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvferry.cluster.client import AsyncClient, Client
     from kvferry.cluster.service import Delta
     from kvferry.runtime.errors import KvferryError
+    from kvferry.runtime.llm import LLM
     from kvferry.runtime.request import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ _HOMES = {
     "CompletionOutput": "kvferry.runtime.request",
     "Delta": "kvferry.cluster.service",
     "KvferryError": "kvferry.runtime.errors",
+    "LLM": "kvferry.runtime.llm",
     "RequestOutput": "kvferry.runtime.request",
     "SamplingParams": "kvferry.runtime.request",
 }
@@ -31,6 +33,7 @@ __all__ = [
     "CompletionOutput",
     "Delta",
     "KvferryError",
+    "LLM",
     "RequestOutput",
     "SamplingParams",
     "__version__",
