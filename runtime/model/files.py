@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
@@ -99,14 +100,14 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     if files.kind == "gguf":
         with GGUFFile(files.path) as file:
             spec = gguf_spec(file)
-            _check_tensors(spec, file.tensors, files, {name: gguf_name(name) for name in spec.tensor_shapes()})
+            _check_tensors(spec, file.tensors, files, gguf_name)
             return spec
     folder = Path(files.path)
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     spec = from_hf_config(config, read_json(generation) if generation.is_file() else None)
     tensors = read_folder(folder)
-    _check_tensors(spec, tensors, files, {name: name for name in spec.tensor_shapes()})
+    _check_tensors(spec, tensors, files, str)
     for name in spec.tensor_shapes():
         if tensors[name].dtype not in FLOAT_DTYPES:
             raise UnsupportedModel(
@@ -117,14 +118,18 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     return spec
 
 
-def _check_tensors(spec: ModelSpec, tensors: dict[str, StoredTensor], files: ModelFiles, names: dict[str, str]) -> None:
+def _check_tensors(
+    spec: ModelSpec, tensors: dict[str, StoredTensor], files: ModelFiles, spelled: Callable[[str], str]
+) -> None:
+    if spec.num_layers > len(tensors):  # before a list of all their tensors is made
+        raise CorruptModel(f"{files.path}: the configuration says {spec.num_layers} layers, the weights have fewer")
     for name, shape in spec.tensor_shapes().items():
-        tensor = tensors.get(names[name])
+        tensor = tensors.get(spelled(name))
         if tensor is None:
-            raise CorruptModel(f"{files.path}: tensor {names[name]} is missing")
+            raise CorruptModel(f"{files.path}: tensor {spelled(name)} is missing")
         if tensor.shape != shape:
             raise CorruptModel(
-                f"{tensor.path}: tensor {names[name]} has shape {list(tensor.shape)}, "
+                f"{tensor.path}: tensor {spelled(name)} has shape {list(tensor.shape)}, "
                 f"the configuration says {list(shape)}"
             )
 

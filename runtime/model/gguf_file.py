@@ -12,6 +12,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
@@ -74,7 +75,8 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        self._map.close()
+        with contextlib.suppress(BufferError):  # a view, say in a traceback, still lives: unmapped with the last one
+            self._map.close()
 
     def header(self) -> bytes:
         """All bytes before the data."""
@@ -84,7 +86,7 @@ class GGUFFile:
         return self._map[offset : offset + num_bytes]
 
     def rows(self, tensor: StoredTensor) -> npt.NDArray[np.uint8]:
-        """Raw bytes `[rows, bytes of a row]`; a vector is one row. A view into the file: drop it before `close`."""
+        """Raw bytes `[rows, bytes of a row]`; a vector is one row. A view into the file."""
         data = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
         return data.reshape(math.prod(tensor.shape[:-1]), -1)
 

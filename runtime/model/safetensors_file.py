@@ -50,7 +50,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise CorruptModel(f"{path}: the safetensors header is damaged: {error!r}") from error
-    end = max((t.offset + t.num_bytes for t in tensors.values()), default=8 + length)
+    end = 8 + length
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.num_bytes)):
+        if tensor.offset != end:
+            raise CorruptModel(f"{path}: tensor {tensor.name} begins at byte {tensor.offset}, expected {end}")
+        end += tensor.num_bytes
     if end != size:
         fault = "truncated" if end > size else "longer than its header says"
         raise CorruptModel(f"{path}: the tensors end at byte {end}, the file has {size}: {fault}")

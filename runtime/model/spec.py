@@ -172,7 +172,7 @@ def from_hf_config(config: dict[str, Any], generation: dict[str, Any] | None = N
             mlp_bias=architecture == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=architecture == "qwen3",
             max_context=_positive(config, "max_position_embeddings"),
-            eos_token_ids=_eos(config, generation or {}),
+            eos_token_ids=hf_eos_token_ids(config, generation or {}),
             bos_token_id=config.get("bos_token_id"),
             dtype=_dtype(config),
         ),
@@ -207,8 +207,8 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
     if "sliding_attention" in (config.get("layer_types") or []):
         refuse("layer_types", "supported is full attention in every layer")
     if architecture == "mistral":
-        window, limit = config["sliding_window"], config["max_position_embeddings"]
-        if window is not None and window < limit:
+        limit = _positive(config, "max_position_embeddings")
+        if config["sliding_window"] is not None and _positive(config, "sliding_window") < limit:
             refuse("sliding_window", f"supported is null, or at least max_position_embeddings={limit}")
     elif architecture in ("qwen2", "qwen3") and config.get("use_sliding_window"):
         refuse("use_sliding_window", "supported is false")
@@ -216,7 +216,14 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling]:
     # transformers 4 has `rope_theta` and `rope_scaling`; transformers 5 holds both in `rope_parameters`.
-    rope = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key) or {}
+        if not isinstance(value, dict):
+            raise CorruptModel(f"config.json: {key}={value!r} must be an object")
+        if any(isinstance(part, dict) for part in value.values()):
+            raise UnsupportedModel(f"config.json: {key}={value!r}: rope that differs between layers is not supported")
+        rope |= value
     theta = _number(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -236,7 +243,8 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling]:
     raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3")
 
 
-def _eos(config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+def hf_eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    """`generation_config.json` overrules `config.json`, as in transformers."""
     value = generation.get("eos_token_id", config.get("eos_token_id"))
     if value is None:
         value = config.get("eos_token_id")

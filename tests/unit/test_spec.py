@@ -1,0 +1,149 @@
+"""Model configurations: read as transformers reads them, refused by name where kvferry lacks something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.runtime.errors import CorruptModel, InvalidArgument, UnsupportedModel
+from kvferry.runtime.model.spec import ModelSpec, RopeScaling, from_hf_config
+
+pytestmark = pytest.mark.core
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 320,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 500000.0,
+}
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def spec(**changes: Any) -> ModelSpec:
+    return from_hf_config(LLAMA | changes)
+
+
+def test_old_and_new_config_keys_mean_the_same() -> None:
+    """transformers 5 moved rope keys; a folder saved by either must give the same frequencies."""
+    new = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "torch_dtype")} | {"dtype": "bfloat16"}
+    assert from_hf_config(new | {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}) == spec()
+    old = spec(rope_scaling={"rope_type": "llama3", **SCALING})
+    assert from_hf_config(new | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **SCALING}}) == old
+    assert old.rope_scaling == RopeScaling(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_context=64
+    )
+    assert spec(rope_scaling={"type": "linear", "factor": 2}).rope_scaling == RopeScaling(kind="linear", factor=2.0)
+
+
+def test_silent_config_means_what_transformers_assumes() -> None:
+    """A guess of ours where a config is silent computes another model."""
+    bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_theta", "max_position_embeddings")}
+    read = from_hf_config(bare)
+    assert (read.num_kv_heads, read.rope_theta, read.max_context, read.head_dim) == (8, 10000.0, 2048, 8)
+    assert not read.tied_embeddings
+    assert from_hf_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+
+
+def test_families_differ_where_they_must() -> None:
+    """A forgotten bias or norm changes every logit."""
+    flags = {
+        name: (read.attention_bias, read.output_bias, read.mlp_bias, read.qk_norm)
+        for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+        for read in [
+            spec(architectures=[f"{name}ForCausalLM"], attention_bias=True, mlp_bias=True, sliding_window=None)
+        ]
+    }
+    assert flags == {
+        "Llama": (True, True, True, False),
+        "Mistral": (False, False, False, False),
+        "Qwen2": (True, False, False, False),
+        "Qwen3": (True, True, False, True),
+    }
+    assert spec(architectures=["Qwen2ForCausalLM"]).attention_bias
+
+
+def test_eos_of_generation_config_wins() -> None:
+    """Chat models list their end of turn only there; without it answers never end."""
+    assert from_hf_config(LLAMA, {"eos_token_id": [5, 2]}).eos_token_ids == [5, 2]
+    assert from_hf_config(LLAMA, {}).eos_token_ids == [2]
+    assert spec(eos_token_id=None).eos_token_ids == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            r"architectures=\['MambaForCausalLM'\].*supported are LlamaForCausalLM",
+        ),
+        ({"architectures": None}, "architectures=None"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window=128.*256"),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window=4096"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope that differs between layers"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"torch_dtype": "float64"}, "dtype='float64'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_unsupported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    """Loading it anyway gives fluent nonsense."""
+    with pytest.raises(UnsupportedModel, match=message):
+        spec(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size=None must be a positive integer"),
+        ({"vocab_size": "320"}, "vocab_size='320'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+        ({"num_key_value_heads": 3}, "8 attention heads are no multiple of 3 KV heads"),
+        ({"head_dim": 7}, "head dimension 7 must be even"),
+        ({"rope_scaling": [1]}, r"rope_scaling=\[1\] must be an object"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"eos_token_id": 320}, r"eos token 320 is outside the vocabulary \[0, 320\)"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
+    ],
+)
+def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> None:
+    """A damaged config must not become an exception deep in torch."""
+    with pytest.raises(CorruptModel, match=message):
+        spec(**changes)
+
+
+def test_tensor_parallel_sizes() -> None:
+    """Uneven shards would lose rows; KV heads may repeat."""
+    read = spec()
+    for size in (1, 2, 4, 8):
+        read.check_tensor_parallel(size)
+        assert read.kv_layout(16, "float32", size).rank_heads == max(1, 2 // size)
+    with pytest.raises(InvalidArgument, match=r"size=3: must divide the model's 8 attention heads.*1, 2, 4, 8"):
+        read.check_tensor_parallel(3)
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        read.check_tensor_parallel(0)
+    with pytest.raises(InvalidArgument, match="100 intermediate channels"):
+        spec(intermediate_size=100).check_tensor_parallel(8)
+    with pytest.raises(InvalidArgument, match="6 KV heads, or be a multiple"):
+        spec(num_attention_heads=12, num_key_value_heads=6, hidden_size=96).check_tensor_parallel(4)
+
+
+def test_parameters_are_counted_once_when_tied() -> None:
+    untied, tied = spec(), spec(tie_word_embeddings=True)
+    assert untied.num_parameters - tied.num_parameters == 320 * 64
+    layer = 64 * 64 * 2 + 16 * 64 * 2 + 3 * 64 * 96 + 2 * 64
+    assert tied.num_parameters == 320 * 64 + 2 * layer + 64
