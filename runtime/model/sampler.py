@@ -16,12 +16,15 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.runtime.errors import DeviceError
 from kvferry.runtime.model.philox import uniform
 from kvferry.runtime.request import Logprob, SamplingParams
 from kvferry.runtime.step import SampledToken, SampleInput
+
+_SEGMENT = 256
 
 
 def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
@@ -100,19 +103,30 @@ def _draw(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[int]:
     logits_RV.sub_(logits_RV.amax(dim=-1, keepdim=True)).div_(temperatures)
     for row, one in zip(logits_RV, inputs, strict=True):
         _filter(row, one.params)
-    probabilities = torch.softmax(logits_RV, dim=-1)
-    cumulated = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    probabilities = torch.softmax(logits_RV, dim=-1).cpu().numpy()
     draws = uniform(
         [one.params.seed or 0 for one in inputs],
         [one.key.index for one in inputs],
         [one.position for one in inputs],
     )
-    total = cumulated[:, -1:]
-    target = torch.from_numpy(draws).to(device)[:, None] * total
-    # Below the total even after rounding; then the first token that exceeds the target has a probability above 0.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    token_ids: list[int] = torch.searchsorted(cumulated, target, right=True)[:, 0].tolist()
-    return token_ids
+    return [_invert(row, draw) for row, draw in zip(probabilities, draws, strict=True)]
+
+
+def _invert(probabilities_V: npt.NDArray[np.float32], draw: float) -> int:
+    """The first token, in the vocabulary's order, at which the cumulated probability exceeds `draw` of the total.
+
+    Sums are float64, first over segments and then within one: a cumulation over the whole vocabulary costs ten times
+    as much.
+    """
+    cumulated = np.add.reduceat(probabilities_V, range(0, len(probabilities_V), _SEGMENT), dtype=np.float64).cumsum()
+    target = min(draw * cumulated[-1], np.nextafter(cumulated[-1], 0.0))  # the product may round up to the total
+    segment = int(cumulated.searchsorted(target, side="right"))
+    before = cumulated[segment - 1] if segment else 0.0
+    within = probabilities_V[segment * _SEGMENT : (segment + 1) * _SEGMENT]
+    place = int((before + within.cumsum(dtype=np.float64)).searchsorted(target, side="right"))
+    if place == len(within):  # the two sums differ by a rounding
+        place = int(within.nonzero()[0][-1])
+    return segment * _SEGMENT + place
 
 
 def _filter(scaled_V: torch.Tensor, p: SamplingParams) -> None:
