@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -36,6 +37,7 @@ from kvferry.runtime.ids import GroupId
 from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
+REACH_TIMEOUT_S = 5.0
 DRAIN_S = 2.0
 """Of running requests at the end; they are cancelled after it."""
 CLOSE_TIMEOUT_S = 20.0
@@ -218,6 +220,7 @@ def _connect(address: str | None) -> list[float]:
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:
+        _check_reachable(address)
         options["address"] = address
     import ray
 
@@ -231,6 +234,19 @@ def _connect(address: str | None) -> list[float]:
             "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
         ) from error
     return [float(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _check_reachable(address: str) -> None:
+    """`ray.init` itself would try for minutes. Raises `InvalidArgument`."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "auto"
+        return
+    try:
+        socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise InvalidArgument(
+            "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
+        ) from error
 
 
 def _disconnect() -> None:
