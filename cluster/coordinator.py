@@ -246,6 +246,8 @@ class Coordinator:
 
     def _hand_over(self, record: Record, sequence: Sequence, leg: Leg) -> None:
         placement = leg.placement
+        if placement.transfer is not None:
+            placement.transfer.prefilling.discard(sequence.index)
         decode = self._registry.get(placement.decode) if placement.decode is not None else None
         if decode is None or not decode.routable:
             self._leave(record, sequence)

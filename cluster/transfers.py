@@ -23,6 +23,10 @@ class Transfer:
         self.source = source
         self.destination = destination
         self.waiting = waiting
+        self.prefilling = set(waiting)
+        """Those of them whose prompt the source may still compute."""
+        self.arrived = False
+        """The destination has said that it is over, one way or another."""
         self.adopted = False
         self.open = True
 
@@ -65,6 +69,7 @@ class Transfers:
     def settle(self, transfer: Transfer, index: int, adopted: bool) -> None:
         """Sequence `index` was admitted at the destination (`adopted`), or will not come. Idempotent."""
         transfer.waiting.discard(index)
+        transfer.prefilling.discard(index)
         transfer.adopted = transfer.adopted or adopted
         if transfer.waiting or not transfer.open:
             return
@@ -85,9 +90,14 @@ class Transfers:
                 member.port.end_transfer(transfer.transfer_id, transfer.attempt, reason)
 
     def renew(self) -> None:
-        """Prolongs the leases of all open transfers, on both sides."""
+        """Prolongs the leases of open transfers, on both sides.
+
+        Not while blocks are on their way though nobody computes any more: what is lost there must not be waited for.
+        """
         by_peer: dict[Peer, list[TransferId]] = {}
         for transfer in self._open.values():
+            if not transfer.prefilling and not transfer.arrived:
+                continue
             for peer in (transfer.destination, transfer.source):
                 by_peer.setdefault(peer, []).append(transfer.transfer_id)
         for peer, transfer_ids in by_peer.items():
@@ -104,6 +114,7 @@ class Transfers:
             return False
         if peer == transfer.source:
             self.end(transfer, event.reason)
+        transfer.arrived = transfer.arrived or peer == transfer.destination
         return peer == transfer.destination
 
     def open_ids(self) -> set[TransferId]:

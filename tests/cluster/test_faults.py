@@ -69,6 +69,27 @@ def test_decode_death_after_each_token(toy: Any) -> None:
         toy.run(main(after))
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_lost_message_is_not_waited_for_for_ever(toy: Any, n: int) -> None:
+    """The lease is renewed as long as the request waits, and the request waits as long as it is renewed."""
+
+    async def main() -> None:
+        async with toy.World(CoordinatorConfig(transfer_timeout_s=0.3)) as w:
+            p, d = w.add("p", "prefill"), w.add("d", "decode")
+            p.prefill_chunk = 1  # so slow that leases must be renewed until it is over
+            w.carry = lambda ticket: None
+            seed = toy.seed_where(lambda o: all(len(x) == 6 for x in o), n=n, prompt=40)
+            request = toy.request(n=n, prompt=40, seed=seed)
+            stream = w.coordinator.start(request)
+            assert await toy.collect(stream, n) == toy.expected(request)
+            assert stream.usage.num_ferried_blocks == 0
+            assert stream.timeline.attempts == 1
+            assert (p.num_expired, d.num_expired) == (0, 1)
+            await w.settled()
+
+    toy.run(main())
+
+
 def test_prefill_goes_on_when_decode_dies(toy: Any) -> None:
     """Fault 27 turned round: only the decode part is routed again."""
 

@@ -1,0 +1,107 @@
+"""Ranks whose links fail in one way each. Give them to a deployment as `Parts(rank_class="tests.support.faulty:…")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvferry.runtime.rank import Rank
+from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
+from kvferry.runtime.transfer.transport import LinkClosed, LinkName, ReceiveEnd, SendEnd, Transport
+
+
+class _FaultyRank(Rank):
+    """Wraps its transport before the links are made of it."""
+
+    wrap: Callable[[Transport], Transport]
+
+    def attach(self, own: GroupAddress, report: Callable[[LinkReport], None]) -> None:
+        assert self._transport is not None
+        self._transport = type(self).wrap(self._transport)
+        super().attach(own, report)
+
+
+class _Wrapped:
+    """A transport that does what another one does."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    def address(self) -> RankAddress:
+        return self.inner.address()
+
+    def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> SendEnd:
+        return self.inner.connect(name, destination, timeout_s)
+
+    def accept(self, name: LinkName, source: RankAddress, timeout_s: float) -> ReceiveEnd:
+        return self.inner.accept(name, source, timeout_s)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _Corrupting:
+    """A sending end that flips a byte of every payload."""
+
+    def __init__(self, inner: SendEnd) -> None:
+        self._inner = inner
+
+    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
+        damaged = payload.clone()
+        damaged[-1] ^= 0x40
+        self._inner.send(header, damaged, timeout_s)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Mute:
+    """A sending end that says that all is sent, and sends nothing."""
+
+    def __init__(self, inner: SendEnd) -> None:
+        self._inner = inner
+
+    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _CorruptingTransport(_Wrapped):
+    def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> SendEnd:
+        return _Corrupting(self.inner.connect(name, destination, timeout_s))
+
+
+class _MuteTransport(_Wrapped):
+    def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> SendEnd:
+        return _Mute(self.inner.connect(name, destination, timeout_s))
+
+
+class _CutTransport(_Wrapped):
+    def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> Any:
+        raise LinkClosed(f"{name}: no route")
+
+
+class CorruptingRank(_FaultyRank):
+    """Payloads arrive damaged; give the deployment `checksum=True`."""
+
+    wrap = _CorruptingTransport
+
+
+class MuteRank(_FaultyRank):
+    """Messages are lost without a trace."""
+
+    wrap = _MuteTransport
+
+
+class CutRank(_FaultyRank):
+    """No link can be made."""
+
+    wrap = _CutTransport
