@@ -177,8 +177,6 @@ class Coordinator:
     def _lose_group(self, peer: Peer, reason: str) -> None:
         for record in list(self._records.values()):
             for placement in list(record.placements):
-                if peer not in (placement.prefill, placement.decode):
-                    continue
                 transfer = placement.transfer
                 if transfer is not None and peer in (transfer.source, transfer.destination):
                     self._transfers.end(transfer, reason)
