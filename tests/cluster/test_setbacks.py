@@ -144,3 +144,26 @@ def test_decode_group_that_dies_before_it_answered_loses_what_was_handed_over(to
             await w.settled()
 
     toy.run(main())
+
+
+def test_request_id_that_is_used_again_is_another_request(toy: Any) -> None:
+    """Fault: tokens of the former request reached the new one; its transfer counted as over before it began."""
+
+    async def main() -> None:
+        async with toy.World() as w:
+            p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+            former = w.coordinator.start(toy.request())
+            await turns()
+            await former.aclose()
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            old, new = (s.key for s in p.submitted)
+            assert new.attempt > old.attempt
+            transfers = [(wanted.transfer_id, wanted.attempt) for wanted, _ in d.expects]
+            assert len({transfer_id for transfer_id, _ in transfers}) == 2
+            w.frame(p, event(old, 0, 99))
+            w.frame(p, event(new, 0, 7, FinishReason.STOP))
+            assert [e.token_id async for e in stream] == [7]
+            await w.settled()
+
+    toy.run(main())
