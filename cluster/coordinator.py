@@ -254,6 +254,8 @@ class Coordinator:
             record.wake.set()
             return
         sequence.leg = None
+        if placement.transfer is not None:
+            placement.transfer.prefilling.discard(sequence.index)
         self._placer.submit(record, [sequence], decode.peer, placement, handoff=False)
 
     # ------------------------------------------------------------ ends

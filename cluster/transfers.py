@@ -23,6 +23,8 @@ class Transfer:
         self.source = source
         self.destination = destination
         self.waiting = waiting
+        self.prefilling = set(waiting)
+        """Those whose prompt the source still computes."""
         self.adopted = False
         self.open = True
 
@@ -64,6 +66,7 @@ class Transfers:
 
     def settle(self, transfer: Transfer, index: int, adopted: bool) -> None:
         """Sequence `index` was admitted at the destination (`adopted`), or will not come. Idempotent."""
+        transfer.prefilling.discard(index)
         transfer.waiting.discard(index)
         transfer.adopted = transfer.adopted or adopted
         if transfer.waiting or not transfer.open:
@@ -85,11 +88,16 @@ class Transfers:
                 member.port.end_transfer(transfer.transfer_id, transfer.attempt, reason)
 
     def renew(self) -> None:
-        """Prolongs the leases of all open transfers, on both sides."""
+        """Prolongs the leases of all open transfers.
+
+        At the source only while it computes: what has not been sent a lease after that never will be, and the decode
+        legs must not wait for it.
+        """
         by_peer: dict[Peer, list[TransferId]] = {}
         for transfer in self._open.values():
-            for peer in (transfer.destination, transfer.source):
-                by_peer.setdefault(peer, []).append(transfer.transfer_id)
+            by_peer.setdefault(transfer.destination, []).append(transfer.transfer_id)
+            if transfer.prefilling:
+                by_peer.setdefault(transfer.source, []).append(transfer.transfer_id)
         for peer, transfer_ids in by_peer.items():
             if member := self._registry.get(peer):
                 member.port.renew(transfer_ids, self._timeout_s)

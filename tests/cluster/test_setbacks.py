@@ -167,3 +167,26 @@ def test_request_id_that_is_used_again_is_another_request(toy: Any) -> None:
             await w.settled()
 
     toy.run(main())
+
+
+def test_source_is_renewed_only_while_it_computes(toy: Any) -> None:
+    """Fault: a source that cannot send the rest never gives up while it is renewed, and decode waits for ever."""
+
+    async def main() -> None:
+        async with toy.World(CoordinatorConfig(transfer_timeout_s=0.3)) as w:
+            p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            d.answer()
+            await w.clock.sleep(0.15)
+            assert p.renewed
+            assert d.renewed
+            w.frame(p, event(p.submitted[0].key, 0, 7, FinishReason.HANDOFF))
+            p.renewed.clear(), d.renewed.clear()
+            await w.clock.sleep(0.15)
+            assert not p.renewed
+            assert d.renewed
+            await stream.aclose()
+            await w.settled()
+
+    toy.run(main())
