@@ -8,6 +8,7 @@ Deadlines and bounded waits use the event loop's time, instants use the injected
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import TracebackType
 
 import msgspec
@@ -80,6 +81,7 @@ class Coordinator:
         self._clock = clock
         self._config = config
         self._records: dict[RequestId, Record] = {}
+        self._numbers = itertools.count()
         self._transfers = Transfers(registry, config.transfer_timeout_s, config.expect_timeout_s)
         self._placer = Placer(registry, router, index, self._transfers, clock, config.unavailable_timeout_s)
         self._tasks = asyncio.TaskGroup()
@@ -128,7 +130,8 @@ class Coordinator:
             )
         if request.request_id in self._records:
             raise InvalidArgument("request_id", request.request_id, "is in flight already", "use a new id")
-        record = Record(request, Timeline(received_ns=request.arrival_ns or self._clock.now_ns()))
+        timeline = Timeline(received_ns=request.arrival_ns or self._clock.now_ns())
+        record = Record(request, timeline, self._numbers)
         record.stream = RequestStream(
             record.timeline,
             record.usage,
@@ -177,8 +180,6 @@ class Coordinator:
     def _lose_group(self, peer: Peer, reason: str) -> None:
         for record in list(self._records.values()):
             for placement in list(record.placements):
-                if peer not in (placement.prefill, placement.decode):
-                    continue
                 transfer = placement.transfer
                 if transfer is not None and peer in (transfer.source, transfer.destination):
                     self._transfers.end(transfer, reason)

@@ -142,11 +142,16 @@ class Gateway:
         sampling = call.sampling
         sampling.check_vocabulary(self._spec.vocab_size)
         token_ids = await self._prompt(call)
-        check_length(len(token_ids), self._max_context())
+        max_context = self._max_context()
+        check_length(len(token_ids), max_context)
         if call.timeout_s is not None and call.timeout_s <= 0:
             raise InvalidArgument("timeout_s", call.timeout_s, "must be above 0")
         if sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(63))
+        # Groups with larger pools would go on until none of the others could take the sequence over.
+        max_tokens = min(sampling.max_tokens, max_context - len(token_ids))
+        min_tokens = min(sampling.min_tokens, max_tokens)
+        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
         return Request(
             request_id=call.request_id,
             prompt_token_ids=token_ids,

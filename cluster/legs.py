@@ -5,12 +5,14 @@
         └──── its group was lost, refused it, or the decode group is not there
 
 A leg is one sequence on one group at one attempt; every leg has an attempt number of its own, so whatever an earlier
-leg still says is recognised and dropped. A placement is one routing decision and the sequences that follow it.
+leg still says is recognised and dropped, also when a client uses a request's id again. A placement is one routing
+decision and the sequences that follow it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 
 from kvferry.cluster.router import Demand
@@ -77,7 +79,6 @@ class Sequence:
         """Delivered."""
         self.leg: Leg | None = None
         self.ended = False
-        self.num_legs = 0
         self.num_retries = 0
         self.avoid: set[Peer] = set()
         """Groups that refused or lost it; tried again only when there is nobody else, and not before `pause_until`."""
@@ -85,10 +86,12 @@ class Sequence:
 
 
 class Record:
-    """A request in flight."""
+    """A request in flight. `numbers`: grow, and never come again in this gateway."""
 
-    def __init__(self, request: Request, timeline: Timeline) -> None:
+    def __init__(self, request: Request, timeline: Timeline, numbers: Iterator[int]) -> None:
         self.request = request
+        self._numbers = numbers
+        self._number = next(numbers)
         self.timeline = timeline
         self.sequences = [Sequence(i) for i in range(request.sampling.n)]
         self.placements: list[Placement] = []
@@ -149,7 +152,7 @@ class Record:
         )
 
     def next_transfer_id(self) -> TransferId:
-        return TransferId(f"{self.request.request_id}/{self.num_transfers}")
+        return TransferId(f"{self.request.request_id}/{self._number}.{self.num_transfers}")
 
     # ------------------------------------------------------------ changes
     def begin_leg(
@@ -161,8 +164,7 @@ class Record:
         """
         assert sequence.leg is None
         assert not sequence.ended
-        sequence.leg = Leg(peer, sequence.num_legs, placement)
-        sequence.num_legs += 1
+        sequence.leg = Leg(peer, next(self._numbers), placement)
         request = self.request
         return SequenceRequest(
             key=self.key(sequence),

@@ -90,16 +90,16 @@ class Transfers:
                 member.port.end_transfer(transfer.transfer_id, transfer.attempt, reason)
 
     def renew(self) -> None:
-        """Prolongs the leases of open transfers, on both sides.
+        """Prolongs the leases of open transfers: at the source while it computes, at the destination then and later.
 
         Not while blocks are on their way though nobody computes any more: what is lost there must not be waited for.
         """
         by_peer: dict[Peer, list[TransferId]] = {}
         for transfer in self._open.values():
-            if not transfer.prefilling and not transfer.arrived:
-                continue
-            for peer in (transfer.destination, transfer.source):
-                by_peer.setdefault(peer, []).append(transfer.transfer_id)
+            if transfer.prefilling:
+                by_peer.setdefault(transfer.source, []).append(transfer.transfer_id)
+            if transfer.prefilling or transfer.arrived:
+                by_peer.setdefault(transfer.destination, []).append(transfer.transfer_id)
         for peer, transfer_ids in by_peer.items():
             if member := self._registry.get(peer):
                 member.port.renew(transfer_ids, self._timeout_s)

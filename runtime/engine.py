@@ -222,6 +222,7 @@ class Engine:
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float, now_ns: int) -> None:
         self.inbound.renew(transfer_ids, timeout_s, now_ns)
+        self.outbound.renew(transfer_ids, timeout_s, now_ns)
 
     def peer_gone(self, peer: Peer) -> None:
         """That incarnation is dead: what it still owed has failed."""

@@ -25,6 +25,8 @@ from kvferry.runtime.request import Logprob, SamplingParams
 from kvferry.runtime.step import SampledToken, SampleInput
 
 _SEGMENT = 256
+_LEAST = float(np.finfo(np.float32).tiny)
+"""What divides logits is at least this: smaller numbers, which are legal, would be 0 in float32."""
 
 
 def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
@@ -79,7 +81,7 @@ def _edits(one: SampleInput) -> bool:
 def _edit(logits_V: torch.Tensor, one: SampleInput) -> None:
     """Bans, bias and penalties. Mutates `logits_V`."""
     p, device = one.params, logits_V.device
-    if one.banned_token_ids:
+    if 0 < len(one.banned_token_ids) < len(logits_V):  # some token must be drawn: a ban on all bans none
         logits_V[torch.tensor(one.banned_token_ids, device=device)] = float("-inf")
     if p.logit_bias:
         logits_V[torch.tensor(list(p.logit_bias), device=device)] += torch.tensor(
@@ -87,18 +89,21 @@ def _edit(logits_V: torch.Tensor, one: SampleInput) -> None:
         )
     if p.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique([*one.prompt_token_ids, *one.output_token_ids]).astype(np.int64)).to(device)
-        values = logits_V[seen]
-        logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        values, penalty = logits_V[seen], max(p.repetition_penalty, _LEAST)
+        penalised = torch.where(values > 0, values / penalty, values * penalty)
+        logits_V[seen] = penalised.clamp_(max=torch.finfo(logits_V.dtype).max)
     if one.output_token_ids and (p.presence_penalty != 0.0 or p.frequency_penalty != 0.0):
         tokens, counts = np.unique(np.asarray(one.output_token_ids, dtype=np.int64), return_counts=True)
-        penalty = (p.presence_penalty + p.frequency_penalty * counts).astype(np.float32)
-        logits_V[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(penalty).to(device)
+        less = (p.presence_penalty + p.frequency_penalty * counts).astype(np.float32)
+        logits_V[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(less).to(device)
 
 
 def _draw(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[int]:
     """Filters each row as it asks, then draws. Mutates `logits_RV`."""
     device = logits_RV.device
-    temperatures = torch.tensor([[one.params.temperature] for one in inputs], dtype=torch.float32, device=device)
+    temperatures = torch.tensor(
+        [[max(one.params.temperature, _LEAST)] for one in inputs], dtype=torch.float32, device=device
+    )
     # Tiny temperatures must not overflow: the largest logit is moved to 0 first, which changes no probability.
     logits_RV.sub_(logits_RV.amax(dim=-1, keepdim=True)).div_(temperatures)
     for row, one in zip(logits_RV, inputs, strict=True):

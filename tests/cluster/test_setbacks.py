@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.cluster.coordinator import CoordinatorConfig
-from kvferry.runtime.errors import NoFreeBlocks
+from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks
 from kvferry.runtime.ids import SequenceKey
 from kvferry.runtime.request import FinishReason, TokenEvent
 
@@ -120,6 +120,73 @@ def test_a_lost_leg_is_cancelled_and_never_heard_again(toy: Any) -> None:
             w.frame(m, event(old, 1, 99))
             w.frame(m, event(new.key, 1, 6, FinishReason.LENGTH))
             assert [e.token_id async for e in stream] == [5, 6]
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_decode_group_that_dies_before_it_answered_loses_what_was_handed_over(toy: Any) -> None:
+    """Fault: the prefill was quicker than the answer, the dead group's sequence was forgotten, its request hung."""
+
+    async def main() -> None:
+        async with toy.World() as w:
+            p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            w.frame(p, event(p.submitted[0].key, 0, 7, FinishReason.HANDOFF))
+            assert d.submitted
+            d.refuse(GroupUnavailable("d is gone"))
+            await turns()
+            w.coordinator.on_group_down(d.peer, "killed")
+            await turns()
+            assert [s.output_token_ids for s in p.submitted] == [[], [7]]
+            await stream.aclose()
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_request_id_that_is_used_again_is_another_request(toy: Any) -> None:
+    """Fault: tokens of the former request reached the new one; its transfer counted as over before it began."""
+
+    async def main() -> None:
+        async with toy.World() as w:
+            p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+            former = w.coordinator.start(toy.request())
+            await turns()
+            await former.aclose()
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            old, new = (s.key for s in p.submitted)
+            assert new.attempt > old.attempt
+            transfers = [(wanted.transfer_id, wanted.attempt) for wanted, _ in d.expects]
+            assert len({transfer_id for transfer_id, _ in transfers}) == 2
+            w.frame(p, event(old, 0, 99))
+            w.frame(p, event(new, 0, 7, FinishReason.STOP))
+            assert [e.token_id async for e in stream] == [7]
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_transfer_is_renewed_only_while_its_source_computes(toy: Any) -> None:
+    """Fault: a source that cannot send the rest never gives up while it is renewed, and decode waits for ever."""
+
+    async def main() -> None:
+        async with toy.World(CoordinatorConfig(transfer_timeout_s=0.3)) as w:
+            p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            d.answer()
+            await w.clock.sleep(0.15)
+            assert p.renewed
+            assert d.renewed
+            w.frame(p, event(p.submitted[0].key, 0, 7, FinishReason.HANDOFF))
+            p.renewed.clear(), d.renewed.clear()
+            await w.clock.sleep(0.15)
+            assert not p.renewed
+            assert not d.renewed, "what is lost on its way must not be waited for"
+            await stream.aclose()
             await w.settled()
 
     toy.run(main())

@@ -192,3 +192,18 @@ def test_lease_lapses_when_nobody_comes() -> None:
     output = engine.step(deadline)
     assert [e.state for e in output.transfers] == [TransferState.EXPIRED]
     assert engine.pool.num_leased == 0
+
+
+def test_renewal_keeps_a_transfer_whose_prefill_waits_in_a_queue() -> None:
+    """Fault: only the destination's lease was renewed; a burst at the source failed every transfer behind it."""
+    pair = Pair()
+    pair.begin("r", list(range(16)), 4, timeout_s=TIMEOUT_S)
+    for side in (pair.prefill, pair.decode):
+        side.engine.renew([TransferId("r")], 60.0, side.clock())
+    later = pair.prefill.clock() + int(2 * TIMEOUT_S * 1e9)
+    assert pair.prefill.engine.step(later).transfers == []
+    pair.settle()
+    pair.hand_over("r", list(range(16)), 4)
+    pair.settle()
+    assert pair.decode.engine.load().cached_tokens_total == 16
+    pair.check_rest()

@@ -75,6 +75,16 @@ async def test_request_gets_a_seed_and_keeps_a_given_one(tokenizer: Tokenizer) -
         assert request.eos_token_ids
 
 
+async def test_output_ends_with_the_context_of_the_smallest_group(tokenizer: Tokenizer) -> None:
+    """Fault: a prompt one token short of it was handed to that group after its first token, and refused there."""
+    made = gateway(tokenizer)
+    for num_prompt, asked, allowed in ((63, 16, 1), (10, 1000, 54), (10, 5, 5)):
+        sampling = SamplingParams(max_tokens=asked, min_tokens=asked)
+        call = GenerateCall(request_id=RequestId("r"), token_ids=[1] * num_prompt, sampling=sampling)
+        request = await made._request(call)
+        assert (request.sampling.max_tokens, request.sampling.min_tokens) == (allowed, allowed)
+
+
 async def test_deployment_that_starts_can_be_looked_at(tokenizer: Tokenizer) -> None:
     made = gateway(tokenizer)
     for spec in ServeConfig(model=MODEL, decode_tp=3).groups():

@@ -208,3 +208,21 @@ def test_broken_logits_are_refused(bad: float) -> None:
     logits[1, 4] = bad
     with pytest.raises(DeviceError, match=r"rows \[1\]"):
         sample(logits, [one()] * 3)
+
+
+HARSH: list[dict[str, Any]] = [
+    {"temperature": 1e-50},
+    {"temperature": 1.0, "repetition_penalty": 1e-44, "prompt": (5,)},
+    {"temperature": 1.0, "repetition_penalty": 1e-60, "output": (5,), "banned": (7,)},
+    {"temperature": 0.7, "banned": tuple(range(VOCAB))},
+]
+
+
+@pytest.mark.parametrize("options", HARSH, ids=str)
+def test_legal_extremes_draw_a_token(options: dict[str, Any]) -> None:
+    """Fault: what is 0 or infinite in float32 became NaN and ended the process, and the next one it was retried on."""
+    logits = random_logits(8, seed=5)
+    logits[:, 5], logits[:, 7] = 9.0, 8.0
+    tokens = [t.token_id for t in sample(logits, [one(position=i, **options) for i in range(8)])]
+    if len(options.get("banned", ())) < VOCAB:
+        assert tokens == [5] * 8
