@@ -44,6 +44,9 @@ OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
 RAY_CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
+WORKER_ENV = {"GOMP_SPINCOUNT": "0"}
+"""Of every worker, before it imports torch. Workers share cores with each other: OpenMP threads that spin at a barrier
+keep the one they wait for from running."""
 
 _log = structlog.get_logger(__name__)
 
@@ -227,10 +230,12 @@ def _connect(address: str | None) -> list[float]:
         "log_to_driver": True,
         "logging_level": logging.ERROR,
         "configure_logging": False,
-        "runtime_env": {"env_vars": {"PYTHONPATH": python_path}},
+        "runtime_env": {"env_vars": WORKER_ENV | {"PYTHONPATH": python_path}},
     }
     if address is None:  # of our own, seen by nobody else
         os.environ["PYTHONPATH"] = python_path
+        for name, value in WORKER_ENV.items():
+            os.environ.setdefault(name, value)
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}

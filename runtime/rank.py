@@ -13,7 +13,7 @@ from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
 from kvferry.runtime.model.llama import build_model
-from kvferry.runtime.model.loader import OnDevice, open_weights
+from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
 from kvferry.runtime.model.spec import ModelSpec
@@ -80,9 +80,9 @@ class Rank:
             torch.set_num_threads(config.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
-        weights = OnDevice(open_weights(files, self.spec, on_progress), device)
+        weights = open_weights(files, self.spec, on_progress)
         try:
-            decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel)
+            decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel, device)
         finally:
             weights.close()
         self.storage = KVStorage(self.layout, self.num_blocks, device)

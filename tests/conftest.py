@@ -1,0 +1,7 @@
+"""For all tests. Torch is imported after this: its threads must not spin on cores that processes share."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
