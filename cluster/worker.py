@@ -118,7 +118,7 @@ class Worker:
                 rank=spec.rank,
                 tp_size=spec.tp_size,
                 parallel_kind="shm",
-                parallel_name=f"kvferry-{spec.secret[:8]}-{spec.peer.group}-{spec.peer.epoch}",
+                parallel_name=f"{spec.secret[:8]}-{spec.peer.group}-{spec.peer.epoch}",
                 host=self._host,
                 on_progress=self._on_progress,
             )
