@@ -45,7 +45,7 @@ OBJECT_STORE_BYTES = 80 << 20
 RAY_CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""Groups share cores. Threads that spin at OpenMP's barriers while others hold the core make a step ten times as long."""
+"""Groups share cores. A thread that spins at a barrier while others hold the core makes a step ten times as long."""
 
 _log = structlog.get_logger(__name__)
 
