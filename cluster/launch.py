@@ -44,7 +44,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
 RAY_CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
-WORKER_ENV = {"GOMP_SPINCOUNT": "0"}
+WORKER_ENV = {"OMP_WAIT_POLICY": "passive"}
 """Of every worker, before it imports torch. Workers share cores with each other: OpenMP threads that spin at a barrier
 keep the one they wait for from running."""
 
@@ -237,6 +237,7 @@ def _connect(address: str | None) -> list[float]:
         for name, value in WORKER_ENV.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would put the engine behind everything else here
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:

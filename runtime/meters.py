@@ -45,9 +45,8 @@ class Meters:
     def transfers(self, events: list[TransferEvent]) -> None:
         for event in events:
             self.received_bytes += event.num_bytes
-            seconds = (event.end_ns - event.begin_ns) / 1e9
-            if event.num_bytes and seconds > 0:
-                self.link_bytes_per_s = _average(self.link_bytes_per_s, event.num_bytes / seconds)
+            if event.num_bytes and event.link_s > 0:
+                self.link_bytes_per_s = _average(self.link_bytes_per_s, event.num_bytes / event.link_s)
 
     def seconds_to_prefill(self, num_tokens: int) -> float:
         return num_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 1.0

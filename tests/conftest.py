@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

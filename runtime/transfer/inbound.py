@@ -28,6 +28,8 @@ class _Message:
     block_ids: list[BlockId]
     routes: set[tuple[int, int]] = field(default_factory=set)
     num_bytes: int = 0
+    seconds: float = 0.0
+    """On its slowest route."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class _Arrival:
     """Ranks may hold staged bytes that no import will fetch."""
     num_blocks: int = 0
     num_bytes: int = 0
+    link_s: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -172,6 +175,7 @@ class Inbound:
         arrival.partial[report.seq] = message
         message.routes.add(route)
         message.num_bytes += report.num_bytes
+        message.seconds = max(message.seconds, report.seconds)
         if message.routes != arrival.routes:
             return []
         del arrival.partial[report.seq]
@@ -204,6 +208,7 @@ class Inbound:
         arrival.pins.extend(block_id for block_id in sealed if block_id is not None)
         arrival.num_blocks += len(message.block_ids)
         arrival.num_bytes += message.num_bytes
+        arrival.link_s += message.seconds
         self._settle(arrival)
 
     def end(self, transfer_id: TransferId, attempt: int, reason: str) -> None:
@@ -268,6 +273,7 @@ class Inbound:
                     reason=reason,
                     num_blocks=arrival.num_blocks,
                     num_bytes=arrival.num_bytes,
+                    link_s=arrival.link_s,
                     begin_ns=arrival.begin_ns,
                 )
             )

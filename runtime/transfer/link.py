@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -271,6 +272,7 @@ class ReceiveLink:
 
     def _receive(self, end: ReceiveEnd, data: bytes, payload_bytes: int, link_seq: int) -> None:
         staging, stats, timeout_s = self._context.staging, self._context.stats, self._context.timeout_s
+        begin = time.perf_counter()
         header = parse(data, payload_bytes, link_seq, self._expected)
         if isinstance(header, str):
             stats.count(refused_messages=1)
@@ -281,6 +283,7 @@ class ReceiveLink:
         try:
             payload = torch.empty(header.num_bytes, dtype=torch.uint8, device=self._context.transport.device)
             end.receive_payload(payload, timeout_s)
+            seconds = time.perf_counter() - begin
             if not discarded and header.crc is not None and checksum(payload) != header.crc:
                 stats.count(refused_messages=1)
                 raise LinkClosed(f"{self._name}: refused a message: wrong checksum")
@@ -305,6 +308,7 @@ class ReceiveLink:
                 header.hashes,
                 header.block_ids,
                 header.num_bytes,
+                seconds,
             )
         )
 

@@ -89,6 +89,8 @@ class Received(msgspec.Struct, frozen=True, array_like=True):
     hashes: list[BlockHash]
     block_ids: list[BlockId]
     num_bytes: int
+    seconds: float = 0.0
+    """From its header to its last byte."""
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
@@ -123,5 +125,7 @@ class TransferEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Blocks that arrived."""
     num_bytes: int = 0
     """Over all ranks."""
+    link_s: float = 0.0
+    """While its bytes flowed, without waiting for their prefill."""
     begin_ns: int = 0
     end_ns: int = 0

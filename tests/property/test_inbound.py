@@ -362,7 +362,8 @@ def halfway() -> tuple[FakePool, Inbound, Ticket, Import, Received]:
     first = ticket.missing[:2]
     for rank in (0, 1):
         report = Received(
-            TransferId("t"), 1, 0, SOURCES[0], rank, 0, [b.hash for b in first], [b.block_id for b in first], 5
+            *(TransferId("t"), 1, 0, SOURCES[0], rank, 0),
+            *([b.hash for b in first], [b.block_id for b in first], 5, 0.25 * (2 - rank)),
         )
         imports = ledger.received(report)
     return pool, ledger, ticket, imports[0], report
@@ -379,6 +380,14 @@ def test_late_message_does_not_take_a_planned_import_with_it() -> None:
     assert len(ledger.take_discards()) == 1
     assert [(e.state, e.num_blocks, e.num_bytes) for e in ledger.take_events(1)] == [(TransferState.FAILED, 2, 10)]
     assert sorted(pool.references) == sorted(planned.block_ids), "what has arrived stays, what has not is given back"
+
+
+def test_a_link_is_timed_while_bytes_flow() -> None:
+    """Counting the wait for the source's prefill would make links look so slow that the router shuns transfers."""
+    _, ledger, _, planned, _ = halfway()
+    ledger.imported(planned)
+    ledger.end(TransferId("t"), 1, "cancelled")
+    assert [event.link_s for event in ledger.take_events(10**9)] == [0.5], "of two routes at once the slower counts"
 
 
 def test_repeated_message_is_discarded_at_the_end() -> None:
