@@ -17,7 +17,6 @@ from kvferry.runtime.config import (
     EngineConfig,
     SchedulerConfig,
     TransferConfig,
-    TransportName,
 )
 from kvferry.runtime.errors import InvalidArgument
 
@@ -87,7 +86,7 @@ class Serve:
 
     dtype: DType = _ENGINE.dtype
     """Number format of weights and KV cache; auto is what the model's files say."""
-    threads: Annotated[int | None, shown("INT", "all cores")] = _ENGINE.threads
+    threads: Annotated[int | None, shown("INT", "an even share of the cores")] = _ENGINE.threads
     """CPU threads of each worker."""
 
     block_size: int = _ENGINE.cache.block_size
@@ -108,7 +107,7 @@ class Serve:
     max_context: Annotated[int | None, shown("INT", "what the model was trained for")] = _ENGINE.scheduler.max_context
     """Longest prompt and answer together, in tokens."""
 
-    transport: TransportName = _ENGINE.transfer.transport
+    transport: Literal["shm", "gloo", "nccl"] = "shm"
     """How KV blocks travel from group to group. shm: shared memory, on one machine. gloo: network. nccl: GPUs."""
     transfer_timeout_s: float = _ENGINE.transfer.timeout_s
     """Seconds after which KV blocks that did not arrive are computed again instead."""

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,12 +37,12 @@ from kvferry.runtime.ids import GroupId
 from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
-REACH_TIMEOUT_S = 5.0
 DRAIN_S = 2.0
 """Of running requests at the end; they are cancelled after it."""
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
+RAY_CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 _log = structlog.get_logger(__name__)
@@ -58,11 +58,19 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 class RunningCluster:
     """A deployment in this process. All of it lives in one task, so it can be closed from any other."""
 
-    def __init__(self, config: ServeConfig, files: ModelFiles, policy: SupervisorPolicy | None, parts: Parts):
+    def __init__(
+        self,
+        config: ServeConfig,
+        files: ModelFiles,
+        policy: SupervisorPolicy | None,
+        parts: Parts,
+        on_connected: Callable[[], None],
+    ) -> None:
         self._config = config
         self._files = files
         self._policy = policy
         self._parts = parts
+        self._on_connected = on_connected
         self._closing = asyncio.Event()
         self._usable = asyncio.get_running_loop().create_future()
         self.target = ""
@@ -139,6 +147,7 @@ class RunningCluster:
                 nodes = await stack.enter_async_context(_ray(config))
             finally:
                 await asyncio.wait([loading])
+            self._on_connected()
             self.gateway.set_tokenizer(loading.result())
             await server.start()
             self.supervisor = self._supervise(nodes)
@@ -185,14 +194,20 @@ class RunningCluster:
 
 
 async def start_cluster(
-    config: ServeConfig, *, policy: SupervisorPolicy | None = None, parts: Parts | None = None
+    config: ServeConfig,
+    *,
+    policy: SupervisorPolicy | None = None,
+    parts: Parts | None = None,
+    on_connected: Callable[[], None] = lambda: None,
 ) -> RunningCluster:
     """Returns at once; see `RunningCluster.usable`. Use as an async context manager, or `close` it.
+
+    `on_connected` is called once Ray runs, which puts its own signal handlers in place.
 
     Raises `NotFound` and `UnsupportedModel` for what is no model.
     """
     files = await asyncio.to_thread(resolve_model, config.model)
-    return RunningCluster(config, files, policy, parts or Parts())
+    return RunningCluster(config, files, policy, parts or Parts(), on_connected)
 
 
 @contextlib.asynccontextmanager
@@ -220,7 +235,7 @@ def _connect(address: str | None) -> list[float]:
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:
-        _check_reachable(address)
+        _check_ray_address(address)
         options["address"] = address
     import ray
 
@@ -236,17 +251,18 @@ def _connect(address: str | None) -> list[float]:
     return [float(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
-def _check_reachable(address: str) -> None:
-    """`ray.init` itself would try for minutes. Raises `InvalidArgument`."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():  # "auto"
+def _check_ray_address(address: str) -> None:
+    """Ray itself would try an address where nobody listens for minutes, and then abort the process."""
+    if address == "auto":
         return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        raise InvalidArgument("ray_address", address, "must be HOST:PORT of a Ray head, or auto")
     try:
-        socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        raise InvalidArgument(
-            "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
-        ) from error
+        hint = "see `ray status` there, or leave the option out"
+        raise InvalidArgument("ray_address", address, f"nobody answers there: {error}", hint) from error
 
 
 def _disconnect() -> None:
@@ -262,17 +278,20 @@ def serve(config: ServeConfig, *, parts: Parts | None = None) -> None:
 
 async def _serve(config: ServeConfig, parts: Parts | None) -> None:
     begin, loop = time.monotonic(), asyncio.get_running_loop()
-    async with await start_cluster(config, parts=parts) as cluster:
 
-        def on_signal() -> None:
-            if cluster.closing:
-                os._exit(130)  # asked twice: at once; workers end with their raylet
-            _log.info("stopping")
-            cluster.begin_close()
-            loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
+    def on_signal() -> None:
+        if cluster.closing:
+            os._exit(130)  # asked twice: at once; workers end with their raylet
+        _log.info("stopping")
+        cluster.begin_close()
+        loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
 
+    def listen() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
+
+    async with await start_cluster(config, parts=parts, on_connected=listen) as cluster:
+        listen()
         show = asyncio.create_task(_show_progress(cluster))
         try:
             await cluster.usable()

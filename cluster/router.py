@@ -4,9 +4,10 @@
 
     queue      tokens waiting before it / prefill rate
     prefill    tokens of the prompt that the group lacks / prefill rate
-    stall      prefill seconds x sequences that decode on the same group: each of them waits meanwhile. A `decode`
-               group is kept free for decodes about to arrive, so it counts at least one. This is what makes
-               prefilling elsewhere worth a transfer
+    stall      prefill seconds x (1 + sequences that decode on the same group): each of them waits meanwhile, and so
+               does whoever comes next, so computing anew what another group holds has its price. A `decode` group
+               is kept free for decodes about to arrive and counts at least one. This is what makes prefilling
+               elsewhere worth a transfer
     transfer   bytes of the full blocks that the destination lacks / link rate + a message's latency
     decode     expected output tokens x (step time at the batch joined + what that adds to each other's steps)
 
@@ -216,7 +217,7 @@ class Router:
         decoding = self._num_decoding(member)
         if member.info.role == "decode":
             decoding = max(1, decoding)
-        return waiting / rate, num_tokens / rate, num_tokens / rate * decoding, num_tokens
+        return waiting / rate, num_tokens / rate, num_tokens / rate * (1 + decoding), num_tokens
 
     def _decode(self, demand: Demand, member: Member) -> float:
         num_steps = min(demand.max_new_tokens - 1, self._rates.output_tokens)

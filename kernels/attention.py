@@ -7,8 +7,8 @@ One layer's cache is seen in two flat ways, both contiguous: as slots `[·, D]` 
 `[·, E]` (one head of one block). What a step writes and reads is named by indices into them, made once per step and
 valid for all layers.
 
-Slots that no token has filled may hold anything, NaN included. They are set to zero after the gather and their scores
-to -inf, so they never reach a result.
+Slots that no token has filled may hold anything, NaN included. Prefill cuts them off; decode sets them to zero after
+the gather and their scores to -inf. So they never reach a result.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+_CHUNK = 64
+"""Queries scored at once: enough for the matrix units, few enough that little above the diagonal is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Where rows of equal query length find their context."""
+    """Where the context of some rows lies."""
 
     spans: torch.Tensor
     """int64 `[2·R·N·S/B]`: the spans to gather, ordered keys/values, row, head, block. Padding names a filled span."""
-    unfilled: torch.Tensor
-    """int64: slots of the gathered `[2·R·N·S, D]` that hold no token; padding that names filled spans is not listed."""
-    mask: torch.Tensor
-    """0 where a query may look, else -inf. Decode rows: `[R·N, 1, S]`; one prefill row: `[Q, S]`."""
     gathered: torch.Tensor
     """Scratch `[2·R·N·S/B, E]`; overwritten by every call."""
+    unfilled: torch.Tensor
+    """int64: slots of the gathered `[2·R·N·S, D]` that hold no token. Padding names filled ones and is not listed."""
+    mask: torch.Tensor
+    """`[R·N, 1, S]`: 0 where the row has a token, else -inf."""
 
 
 def write_kv(slots: torch.Tensor, index: torch.Tensor, kv_TND: torch.Tensor) -> None:
@@ -41,49 +43,50 @@ def write_kv(slots: torch.Tensor, index: torch.Tensor, kv_TND: torch.Tensor) -> 
     slots.index_copy_(0, index, kv_TND.reshape(-1, kv_TND.shape[-1]))
 
 
+def gather_kv(
+    spans: torch.Tensor, index: torch.Tensor, gathered: torch.Tensor, head_dim: int, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies the context of `num_heads` heads (of one row, or of R rows) together: keys and values `[R·N, S, D]`.
+
+    index, gathered: as in `PagedRows`. Mutates `gathered`; the result lies in it.
+    """
+    torch.index_select(spans, 0, index, out=gathered)
+    k, v = gathered.view(2, num_heads, -1, head_dim)
+    return k, v
+
+
 def paged_attention(q_RHD: torch.Tensor, spans: torch.Tensor, rows: PagedRows, num_kv_heads: int) -> torch.Tensor:
     """Decode rows: each row's one query over its whole context, its own token included. `[R, H, D]`.
 
-    Query heads that share a KV head form one small matrix, so keys and values are read once for all of them. On a CPU
-    two batched products are 2-3 times as fast as the fused kernel, which is made for long queries.
+    Query heads that share a KV head form one small matrix, so keys and values are read once for all of them.
     """
     num_rows, num_heads, head_dim = q_RHD.shape
-    k, v = _gather(spans, rows, num_rows * num_kv_heads, head_dim)
+    k, v = gather_kv(spans, rows.spans, rows.gathered, head_dim, num_rows * num_kv_heads)
+    rows.gathered.view(-1, head_dim).index_fill_(0, rows.unfilled, 0.0)
     q = q_RHD.reshape(num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = torch.baddbmm(rows.mask, q, k.transpose(1, 2), alpha=head_dim**-0.5)
     return torch.bmm(torch.softmax(scores, dim=-1), v).view(num_rows, num_heads, head_dim)
 
 
-def paged_prefill_attention(
-    q_QHD: torch.Tensor, spans: torch.Tensor, row: PagedRows, num_kv_heads: int
-) -> torch.Tensor:
-    """One prefill row behind a cached prefix: Q queries over prefix and new tokens, causally. `[Q, H, D]`."""
-    k, v = _gather(spans, row, num_kv_heads, q_QHD.shape[-1])
-    return _fused(q_QHD, k, v, mask=row.mask)
+def causal_attention(q_QHD: torch.Tensor, k_NSD: torch.Tensor, v_NSD: torch.Tensor, start: int) -> torch.Tensor:
+    """One prefill row: queries at positions `start, start + 1, …` over all positions up to their own. `[Q, H, D]`.
 
-
-def fresh_attention(q_QHD: torch.Tensor, kv_QND: torch.Tensor) -> torch.Tensor:
-    """One prefill row without cached prefix, from the keys and values just computed (`[Q, 2N, D]`). `[Q, H, D]`."""
-    k, v = kv_QND.chunk(2, dim=1)
-    return _fused(q_QHD, k.transpose(0, 1), v.transpose(0, 1), mask=None)
-
-
-def _gather(spans: torch.Tensor, rows: PagedRows, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[R·N, S, D]`, free of what no token wrote."""
-    torch.index_select(spans, 0, rows.spans, out=rows.gathered)
-    rows.gathered.view(-1, head_dim).index_fill_(0, rows.unfilled, 0.0)
-    k, v = rows.gathered.view(2, num_heads, -1, head_dim)
-    return k, v
-
-
-def _fused(q_QHD: torch.Tensor, k_NSD: torch.Tensor, v_NSD: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Causal without a mask."""
-    out = F.scaled_dot_product_attention(
-        q_QHD.transpose(0, 1)[None],
-        k_NSD[None],
-        v_NSD[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q_QHD.shape[1] != k_NSD.shape[0],
-    )
-    return out[0].transpose(0, 1)
+    k_NSD, v_NSD: positions `0, 1, …`; what lies behind the last query is not read; any strides.
+    """
+    num_queries, num_heads, head_dim = q_QHD.shape
+    num_kv_heads = k_NSD.shape[0]
+    group = num_heads // num_kv_heads
+    q = q_QHD.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    out = torch.empty((num_queries, num_kv_heads, group, head_dim), dtype=q.dtype, device=q.device)
+    size = min(_CHUNK, num_queries)
+    ahead = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
+    ignored = q.new_zeros(1)
+    for first in range(0, num_queries, size):
+        stop = min(first + size, num_queries)
+        count, keys = stop - first, start + stop
+        folded = q[:, :, first:stop].reshape(num_kv_heads, group * count, head_dim)
+        scores = torch.baddbmm(ignored, folded, k_NSD[:, :keys].transpose(1, 2), beta=0, alpha=head_dim**-0.5)
+        scores.view(num_kv_heads, group, count, keys)[..., start + first :].add_(ahead[:count, :count])
+        part = torch.bmm(torch.softmax(scores, dim=-1), v_NSD[:, :keys])
+        out[first:stop] = part.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
+    return out.view(num_queries, num_heads, head_dim)

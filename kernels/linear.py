@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+# oneDNN and torch's layer over it each keep what they compiled for a shape: 1024 shapes by default, together 0.6 MB a
+# shape, and every number of tokens is one. A step needs a few dozen. Read at the first call, so set before it.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "96")
 
 _ops: Any = torch.ops.mkldnn  # present in every CPU build with oneDNN; `can_prepack` finds out what it holds
 

@@ -13,7 +13,7 @@ from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
 from kvferry.runtime.model.llama import build_model
-from kvferry.runtime.model.loader import open_weights
+from kvferry.runtime.model.loader import OnDevice, open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
 from kvferry.runtime.model.spec import ModelSpec
@@ -80,7 +80,7 @@ class Rank:
             torch.set_num_threads(config.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
-        weights = open_weights(files, self.spec, on_progress)
+        weights = OnDevice(open_weights(files, self.spec, on_progress), device)
         try:
             decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel)
         finally:
@@ -109,18 +109,10 @@ class Rank:
         """One step, in the order that `step.py` states."""
         links = self._links
         if links is not None:
-            for close in plan.closes:
-                links.close_peer(close)
-            for opening in plan.opens:
-                links.open(opening)
-            for command in plan.imports:
-                links.import_(command)
-            for discard in plan.discards:
-                links.discard(discard)
+            links.begin(plan)
         result = self._runner.execute(plan, samples)
         if links is not None:
-            for send in plan.sends:
-                links.send(send)
+            links.finish(plan)
         return result
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.kernels.attention import PagedRows
@@ -23,12 +24,23 @@ _MIN_WASTE = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Tokens `[start, stop)` of the batch, attended to in one call."""
+class DecodePart:
+    """Rows of one token each, attended to in one call."""
 
-    start: int
-    stop: int
+    tokens: slice
     rows: PagedRows
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixedPart:
+    """One longer row whose first token is not its sequence's first."""
+
+    tokens: slice
+    start: int
+    """Position of the first token."""
+    spans: torch.Tensor
+    gathered: torch.Tensor
+    """Both as in `PagedRows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +51,8 @@ class Batch:
     """int64 `[T]`."""
     write_index: torch.Tensor
     """int64 `[T·2N]`: slots of the new keys and values."""
-    decode: list[Part]
-    prefixed: list[Part]
+    decode: list[DecodePart]
+    prefixed: list[PrefixedPart]
     fresh: list[slice]
     """Tokens of prompts from their beginning: their keys and values are all just computed."""
     sample_index: torch.Tensor
@@ -115,51 +127,41 @@ def _groups(num_blocks: Sequence[int]) -> list[int]:
 
 
 class _Parts:
-    """Builds `PagedRows`; all of one batch gather into the same memory, one after the other."""
+    """Finds the rows' contexts. What a batch gathers goes into the same memory, one part after the other."""
 
     def __init__(self, storage: KVStorage) -> None:
         self._storage = storage
         self._memory = storage.blocks.new_empty((0, storage.spans[0].shape[1]))
 
-    def decode(self, tables: list[_Table], start: int) -> Part:
-        longest = len(tables[0].block_ids)
+    def decode(self, tables: list[_Table], first: int) -> DecodePart:
+        layout, device = self._storage.layout, self._storage.blocks.device
+        heads, num_rows, longest = layout.rank_heads, len(tables), len(tables[0].block_ids)
         # Padding needs a span that is filled to its end: when there is padding, the longest row has more than one
         # block and so a full first one.
-        block_ids = np.full((len(tables), longest), tables[0].block_ids[0])
+        block_ids = np.full((num_rows, longest), tables[0].block_ids[0])
         for r, table in enumerate(tables):
             block_ids[r, : len(table.block_ids)] = table.block_ids
-        layout = self._storage.layout
-        contexts = np.array([t.context for t in tables])
-        hidden = np.arange(longest * layout.block_size) >= contexts[:, None]
-        mask = np.repeat(hidden, layout.rank_heads, axis=0)[:, None]
-        return Part(start, start + len(tables), self._rows(block_ids, contexts, mask))
+        contexts = np.array([[t.context] for t in tables])
+        slot = np.arange(longest * layout.block_size)
+        behind = slot >= contexts
+        row, unfilled = np.nonzero(behind & (slot < -(-contexts // layout.block_size) * layout.block_size))
+        keys_values, head = np.arange(2)[:, None, None], np.arange(heads)[:, None]
+        unfilled = ((keys_values * num_rows + row) * heads + head) * len(slot) + unfilled
+        mask = torch.zeros((num_rows * heads, 1, len(slot)), dtype=self._storage.blocks.dtype)
+        mask.masked_fill_(torch.from_numpy(np.repeat(behind, heads, axis=0))[:, None], float("-inf"))
+        spans, gathered = self._context(block_ids)
+        rows = PagedRows(spans, gathered, torch.from_numpy(unfilled.reshape(-1)).to(device), mask.to(device))
+        return DecodePart(slice(first, first + num_rows), rows)
 
-    def prefixed(self, table: _Table, start: int) -> Part:
-        slots = np.arange(len(table.block_ids) * self._storage.layout.block_size)
-        mask = slots > np.arange(table.row.start, table.context)[:, None]
-        return Part(start, start + len(mask), self._rows(table.block_ids[None], np.array([table.context]), mask))
+    def prefixed(self, table: _Table, first: int) -> PrefixedPart:
+        tokens = slice(first, first + len(table.row.token_ids))
+        return PrefixedPart(tokens, table.row.start, *self._context(table.block_ids[None]))
 
-    def _rows(self, block_ids: np.ndarray, contexts: np.ndarray, hidden: np.ndarray) -> PagedRows:
-        """block_ids: `[R, S/B]`; contexts: `[R]`; hidden: the mask as booleans."""
-        storage, layout = self._storage, self._storage.layout
-        (num_rows, num_blocks), heads = block_ids.shape, layout.rank_heads
-        spans = storage.span_index(block_ids).reshape(num_rows, num_blocks, 2, heads).transpose(2, 0, 3, 1)
-        num_slots = num_blocks * layout.block_size
-        in_blocks = -(-contexts // layout.block_size) * layout.block_size
-        slot = np.arange(num_slots)
-        row, unfilled = np.nonzero((slot >= contexts[:, None]) & (slot < in_blocks[:, None]))
-        keys_values, head = np.arange(2)[:, None, None], np.arange(heads)[None, :, None]
-        flat = ((keys_values * num_rows + row) * heads + head) * num_slots + unfilled
-        blocks = storage.blocks
-        mask = torch.zeros(hidden.shape, dtype=blocks.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-        return PagedRows(
-            spans=torch.from_numpy(np.ascontiguousarray(spans).reshape(-1)).to(blocks.device),
-            unfilled=torch.from_numpy(flat.reshape(-1)).to(blocks.device),
-            mask=mask.to(blocks.device),
-            gathered=self._take(spans.size),
-        )
-
-    def _take(self, num_spans: int) -> torch.Tensor:
-        if num_spans > len(self._memory):
-            self._memory = self._memory.new_empty((num_spans, self._memory.shape[1]))
-        return self._memory[:num_spans]
+    def _context(self, block_ids: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Spans of the blocks `[R, S/B]`, and the memory to gather them into."""
+        heads = self._storage.layout.rank_heads
+        spans = self._storage.span_index(block_ids).reshape(*block_ids.shape, 2, heads).transpose(2, 0, 3, 1)
+        if spans.size > len(self._memory):
+            self._memory = self._memory.new_empty((spans.size, self._memory.shape[1]))
+        index = torch.from_numpy(np.ascontiguousarray(spans).reshape(-1)).to(self._memory.device)
+        return index, self._memory[: spans.size]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kvferry.kernels.attention import fresh_attention, paged_attention, paged_prefill_attention, write_kv
+from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear
 from kvferry.kernels.norm import rms_norm
 from kvferry.kernels.rope import apply_rope_
@@ -50,11 +50,13 @@ class Attention:
             kv[:, : self.num_kv_heads].copy_(self.k_norm(kv[:, : self.num_kv_heads]))
         apply_rope_(qkv[:, : heads + self.num_kv_heads], angles)
         write_kv(slots, batch.write_index, kv)
-        parts = [paged_attention(q[p.start : p.stop], spans, p.rows, self.num_kv_heads) for p in batch.decode]
-        parts += [
-            paged_prefill_attention(q[p.start : p.stop], spans, p.rows, self.num_kv_heads) for p in batch.prefixed
-        ]
-        parts += [fresh_attention(q[tokens], kv[tokens]) for tokens in batch.fresh]
+        parts = [paged_attention(q[part.tokens], spans, part.rows, self.num_kv_heads) for part in batch.decode]
+        for part in batch.prefixed:
+            k, v = gather_kv(spans, part.spans, part.gathered, self.head_dim, self.num_kv_heads)
+            parts.append(causal_attention(q[part.tokens], k, v, part.start))
+        for tokens in batch.fresh:
+            k, v = kv[tokens].transpose(0, 1).chunk(2)
+            parts.append(causal_attention(q[tokens], k, v, 0))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.output(out.reshape(-1, heads * self.head_dim))
 

@@ -54,13 +54,14 @@ def build_model(
     dtype: torch.dtype,
     rank: int,
     parallel: TensorParallel,
+    device: torch.device | str = "cpu",
 ) -> Llama:
     """Reads this rank's part of the weights, tensor by tensor. Raises `InvalidArgument` if the model cannot be cut."""
     spec.check_tensor_parallel(parallel.size)
-    reader = _Reader(spec, weights, dtype, rank, parallel)
-    embedding = weights.get("model.embed_tokens.weight", dtype)
+    reader = _Reader(spec, weights, dtype, rank, parallel, device)
+    embedding = reader.get("model.embed_tokens.weight")
     start, stop = reader.cut(spec.vocab_size)
-    head = embedding[start:stop] if spec.tied_embeddings else weights.get("lm_head.weight", dtype, 0, start, stop)
+    head = embedding[start:stop] if spec.tied_embeddings else reader.get("lm_head.weight", 0, start, stop)
     return Llama(
         spec=spec,
         dtype=dtype,
@@ -92,11 +93,20 @@ class _Reader:
     """Takes one rank's slices out of the whole model's tensors."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, rank: int, parallel: TensorParallel
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        dtype: torch.dtype,
+        rank: int,
+        parallel: TensorParallel,
+        device: torch.device | str,
     ) -> None:
-        self._spec, self._weights, self._dtype = spec, weights, dtype
+        self._spec, self._weights, self._dtype, self._device = spec, weights, dtype, device
         self._rank, self._parallel = rank, parallel
         self._kv_heads = spec.kv_layout(1, spec.dtype, parallel.size).heads(rank)
+
+    def get(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self._weights.get(name, self._dtype, dim, start, stop).to(self._device)
 
     def cut(self, count: int) -> tuple[int, int]:
         """This rank's even share of `count` rows."""
@@ -104,7 +114,7 @@ class _Reader:
         return self._rank * share, (self._rank + 1) * share
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._weights.get(f"{name}.weight", self._dtype), self._spec.rms_eps)
+        return RMSNorm(self.get(f"{name}.weight"), self._spec.rms_eps)
 
     def layer(self, index: int) -> DecoderLayer:
         spec, prefix = self._spec, f"model.layers.{index}."
@@ -134,16 +144,14 @@ class _Reader:
 
     def _columns(self, parts: Sequence[tuple[str, int, int]], bias: bool) -> PackedLinear:
         """Output channels `[start, stop)` of several linears, as one."""
-        get = self._weights.get
-        weight = torch.cat([get(f"{name}.weight", self._dtype, 0, start, stop) for name, start, stop in parts])
+        weight = torch.cat([self.get(f"{name}.weight", 0, start, stop) for name, start, stop in parts])
         if not bias:
             return PackedLinear(weight)
         return PackedLinear(
-            weight, torch.cat([get(f"{name}.bias", self._dtype, 0, start, stop) for name, start, stop in parts])
+            weight, torch.cat([self.get(f"{name}.bias", 0, start, stop) for name, start, stop in parts])
         )
 
     def _rows(self, name: str, start: int, stop: int, bias: bool) -> PackedLinear:
         """Input channels `[start, stop)`: a partial sum; so only one rank may add the bias."""
-        weight = self._weights.get(f"{name}.weight", self._dtype, 1, start, stop)
-        own_bias = self._weights.get(f"{name}.bias", self._dtype) if bias and self._rank == 0 else None
-        return PackedLinear(weight, own_bias)
+        weight = self.get(f"{name}.weight", 1, start, stop)
+        return PackedLinear(weight, self.get(f"{name}.bias") if bias and self._rank == 0 else None)

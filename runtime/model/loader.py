@@ -101,6 +101,25 @@ class MemoryWeights:
         """Nothing to free."""
 
 
+class OnDevice:
+    """Moves each tensor to a device as it is read."""
+
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        self._weights = weights
+        self._device = device
+
+    def names(self) -> list[str]:
+        return self._weights.names()
+
+    def get(
+        self, name: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        return self._weights.get(name, dtype, dim, start, stop).to(self._device)
+
+    def close(self) -> None:
+        self._weights.close()
+
+
 class SafetensorsWeights:
     """A folder of safetensors files, each opened when first needed."""
 

@@ -87,10 +87,10 @@ class Links:
             self.close_peer(close)
         for link in plan.opens:
             self.open(link)
+        for message in plan.imports:  # before discards: a transfer may end with the import of its last message
+            self.import_(message)
         for discard in plan.discards:
             self.discard(discard)
-        for message in plan.imports:
-            self.import_(message)
 
     def finish(self, plan: StepPlan) -> None:
         """What a step does after its rows."""

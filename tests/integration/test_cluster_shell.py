@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,8 @@ async def test_worker_that_dies_while_loading_is_tried_again_and_then_given_up()
     [
         ({"decode_tp": 7}, InvalidArgument),
         ({"host": "203.0.113.1"}, InvalidArgument),
+        ({"ray_address": "127.0.0.1:1"}, InvalidArgument),
+        ({"ray_address": "ray://127.0.0.1:1"}, InvalidArgument),
     ],
 )
 async def test_what_cannot_work_is_refused_before_ray_starts(fields: dict[str, Any], error: type[KvferryError]) -> None:
@@ -158,6 +161,42 @@ async def test_port_in_use_is_refused_before_ray_starts() -> None:
             await cluster.usable()
         with pytest.raises(InvalidArgument):
             await cluster.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signal_ends_the_server_and_all_its_processes(number: signal.Signals) -> None:
+    """Fault: Ctrl-C leaves workers behind, or ends in a traceback."""
+    script = (
+        "from kvferry.cluster.launch import Parts, serve\n"
+        "from kvferry.cluster.config import ServeConfig\n"
+        "from kvferry.cluster.telemetry import configure_logging\n"
+        "configure_logging(json=False)\n"
+        f"parts = Parts(rank_class={TOYS.rank_class!r}, engine_class={TOYS.engine_class!r})\n"
+        f"serve(ServeConfig(model={MODEL!r}, port=0), parts=parts)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    assert process.stderr is not None
+    said = b""
+    try:
+        async with asyncio.timeout(60):
+            while b"serving " not in said:
+                line = await process.stderr.readline()
+                assert line, said.decode()
+                said += line
+            descendants = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+            assert len(descendants) > 3
+            process.send_signal(number)
+            said += await process.stderr.read()
+            assert await process.wait() == 0, said.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert b"Traceback" not in said
+    await until(lambda: not any(psutil.pid_exists(pid) for pid in descendants), 20)
 
 
 async def test_missing_model_is_refused_at_once() -> None:

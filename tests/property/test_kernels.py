@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import reference
-from kvferry.kernels.attention import fresh_attention, paged_attention, paged_prefill_attention, write_kv
+from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear, can_prepack
 from kvferry.kernels.norm import rms_norm
 from kvferry.kernels.rope import apply_rope_, inverse_frequencies, rope_angles, scale_llama3
@@ -78,11 +78,13 @@ def test_attention(case: tuple[KVStorage, list[Row], int, int]) -> None:
     got = torch.full(q.shape, float("nan"), dtype=dtype)
     spans = storage.spans[layer]
     for part in batch.decode:
-        got[part.start : part.stop] = paged_attention(q[part.start : part.stop], spans, part.rows, heads)
-    for part in batch.prefixed:
-        got[part.start : part.stop] = paged_prefill_attention(q[part.start : part.stop], spans, part.rows, heads)
+        got[part.tokens] = paged_attention(q[part.tokens], spans, part.rows, heads)
+    for prefixed in batch.prefixed:
+        k, v = gather_kv(spans, prefixed.spans, prefixed.gathered, layout.head_dim, heads)
+        got[prefixed.tokens] = causal_attention(q[prefixed.tokens], k, v, prefixed.start)
     for tokens in batch.fresh:
-        got[tokens] = fresh_attention(q[tokens], kv[tokens])
+        k, v = kv[tokens].transpose(0, 1).chunk(2)
+        got[tokens] = causal_attention(q[tokens], k, v, 0)
     assert not got.isnan().any()
     done = 0
     for row in tokens_in_batch_order(rows, layout.block_size):
@@ -103,6 +105,19 @@ def tokens_in_batch_order(rows: list[Row], block_size: int) -> list[Row]:
     return [*decode, *[row for row in longer if row.start], *[row for row in longer if not row.start]]
 
 
+@pytest.mark.parametrize(("count", "start"), [(63, 0), (64, 3), (65, 0), (129, 40)])
+def test_long_prefill(count: int, start: int) -> None:
+    """Queries are scored in chunks; a chunk must see all keys before it and none behind."""
+    generator = torch.Generator().manual_seed(count)
+    q = torch.randn(count, 4, 8, generator=generator)
+    k, v = torch.full((2, 2, 192, 8), float("nan"))
+    k[:, : start + count] = torch.randn(2, start + count, 8, generator=generator)
+    v[:, : start + count] = torch.randn(2, start + count, 8, generator=generator)
+    got = causal_attention(q, k, v, start)
+    expected = reference.paged_attention(q, k[None], v[None], [0], start)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_similar_lengths_share_a_call_and_outliers_do_not() -> None:
     """One long context must not make all others as expensive as itself."""
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
@@ -113,7 +128,7 @@ def test_similar_lengths_share_a_call_and_outliers_do_not() -> None:
         rows.append(Row([0], context - 1, [BlockId(b) for b in range(used, used + count)], True))
         used += count
     batch = make_batch(rows, KVStorage(layout, used, "cpu"))
-    assert [(part.start, part.stop) for part in batch.decode] == [(0, 1), (1, 16)]
+    assert [part.tokens for part in batch.decode] == [slice(0, 1), slice(1, 16)]
 
 
 @settings(max_examples=40, deadline=None)

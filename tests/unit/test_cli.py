@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ OPTIONS = {
         *("tls-cert", "tls-key", "tls-client-ca", "max-message", "ray-address", "dtype", "threads", "block-size"),
         *("kv-memory", "num-blocks", "prefix-caching", "max-batch-tokens", "max-sequences", "max-waiting"),
         *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum"),
-        *("metrics-port", "log-json"),
+        *("metrics-port", "log-json", "disaggregate"),
     },
     "generate": {"n", "json"} | SAMPLING | SERVER,
     "chat": {"system"} | SAMPLING | SERVER,
@@ -68,6 +69,12 @@ def test_options_are_frozen(capsys: pytest.CaptureFixture[str], command: str) ->
     """An option appears, vanishes or changes its name unnoticed: scripts break."""
     shown = set(re.findall(ENTRY + r"--([a-z-]+)", help_of(capsys, command), re.MULTILINE))
     assert shown == OPTIONS[command]
+
+
+def test_every_option_of_serve_is_documented() -> None:
+    """An option that only its author knows."""
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    assert [option for option in sorted(OPTIONS["serve"]) if f"`--{option}`" not in page] == []
 
 
 @pytest.mark.parametrize("command", OPTIONS)
@@ -103,7 +110,7 @@ def test_every_field_can_be_set() -> None:
         *("--threads", "10", "--block-size", "11", "--kv-memory", "12MiB", "--no-prefix-caching"),
         *("--max-batch-tokens", "13", "--max-sequences", "14", "--max-waiting", "15", "--max-context", "16"),
         *("--transport", "gloo", "--transfer-timeout-s", "17", "--blocks-per-message", "18", "--checksum"),
-        *("--metrics-port", "19", "--log-json"),
+        *("--metrics-port", "19", "--log-json", "--disaggregate", "never"),
     )
     blocks = config_of("m", "--num-blocks", "5").engine.cache
     assert blocks.num_blocks == 5

@@ -12,7 +12,7 @@ import torch
 from kvferry.runtime.errors import DeviceError
 from kvferry.runtime.ids import RequestId, SequenceKey
 from kvferry.runtime.model.philox import uniform
-from kvferry.runtime.model.sampler import sample
+from kvferry.runtime.model.sampler import _invert, sample
 from kvferry.runtime.request import SamplingParams
 from kvferry.runtime.step import SampleInput
 
@@ -133,6 +133,26 @@ def test_draws_follow_the_distribution() -> None:
     chi_square = ((observed[often] - expected[often]) ** 2 / expected[often]).sum()
     freedom = often.sum() - 1
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_every_segment_of_the_vocabulary_can_be_drawn() -> None:
+    """The draw goes through segments of the vocabulary; an error at their borders would hide in a small one."""
+    vocab = 1000
+    logits = random_logits(2000, seed=4, vocab=vocab) / 10
+    inputs = [one(position=i, temperature=1.0) for i in range(2000)]
+    tokens = [token.token_id for token in sample(logits, inputs)]
+    assert tokens == [twin_token(row, i) for row, i in zip(logits, inputs, strict=True)]
+    assert {255, 256, 511, 512, 767, 768} & set(tokens)
+    assert [_invert(np.eye(1, vocab, k, dtype=np.float32)[0], d) for k in (0, 255, 256, 999) for d in (0, 1)] == [
+        *(0, 0, 255, 255, 256, 256, 999, 999)
+    ]
+
+
+def test_equal_probabilities_at_the_border_of_the_nucleus() -> None:
+    """Keeping all of them would make the nucleus of a flat distribution the whole vocabulary."""
+    inputs = [one(position=i, temperature=1.0, top_p=0.49) for i in range(200)]
+    tokens = {token.token_id for token in sample(torch.zeros(200, VOCAB), inputs)}
+    assert tokens == set(range(VOCAB // 2))
 
 
 def test_seed_index_and_position_each_change_the_draw() -> None:

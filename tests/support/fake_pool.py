@@ -63,7 +63,7 @@ class FakePool:
     def seal(self, block_id: BlockId) -> BlockId | None:
         block_hash = self.pending.pop(block_id)
         parent = self.parents.pop(block_id)
-        if parent is not None and parent not in self.sealed:
+        if block_hash not in self.sealed and parent is not None and parent not in self.sealed:
             self.release(block_id)
             return None
         canonical = self.sealed.setdefault(block_hash, block_id)

@@ -1,63 +1,27 @@
-"""The transfer ledgers against naive twins: lost pins, early frees, wrong ends, messages of any kind at any time."""
+"""Transfers to a group against a naive twin: lost pins, early frees, wrong ends, messages of any kind at any time."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.fake_pool import FakePool
+from support.ledgers import CHAINS, IDS, NEWER, NS, OWN, PICK, RARELY, ROUTES, SOURCES, Key, expect_request
 
 from kvferry.runtime.errors import IncompatiblePeer, NoFreeBlocks, StaleAttempt
-from kvferry.runtime.ids import BlockHash, BlockId, Epoch, GroupId, Peer, TransferId
-from kvferry.runtime.step import Import, Send
+from kvferry.runtime.ids import BlockHash, BlockId, Epoch, Peer, TransferId
+from kvferry.runtime.step import Import
 from kvferry.runtime.transfer.inbound import Inbound
-from kvferry.runtime.transfer.outbound import Outbound
 from kvferry.runtime.transfer.ticket import (
-    ExpectRequest,
-    GroupAddress,
     Received,
-    Sent,
     Ticket,
-    TicketBlock,
     TransferState,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_pool import FakePool
-
 pytestmark = pytest.mark.core
-
-Key = tuple[TransferId, int]
-NS = 10**9
-SOURCES = [Peer(GroupId("p0"), Epoch(1)), Peer(GroupId("p1"), Epoch(2))]
-OWN = GroupAddress(Peer(GroupId("d0"), Epoch(3)), 1, b"f", [])
-ROUTES = {(0, 0), (1, 0)}
-CHAINS = [[BlockHash(bytes([10 * c + i]) * 16) for i in range(5)] for c in range(8)]
-for chain in range(1, 8, 2):
-    CHAINS[chain][:2] = CHAINS[chain - 1][:2]  # a shared prefix
-IDS = st.sampled_from([TransferId(x) for x in "abc"])
-NEWER = st.sampled_from([1, 1, 1, 1, 0, -1])
-"""Added to the latest attempt."""
-RARELY = st.integers(0, 4).map(lambda draw: draw == 4)
-PICK = st.integers(0, 1 << 16)
-
-
-def expect_request(
-    transfer_id: TransferId, attempt: int, chain: int, source: Peer, timeout_s: float = 10, fingerprint: bytes = b"f"
-) -> ExpectRequest:
-    return ExpectRequest(
-        transfer_id=transfer_id,
-        attempt=attempt,
-        source=GroupAddress(source, 2, fingerprint, []),
-        token_ids=[block_hash[0] for block_hash in CHAINS[chain]],
-        cache_salt="",
-        timeout_s=timeout_s,
-    )
 
 
 class Twin:
@@ -346,190 +310,8 @@ class InboundMachine(RuleBasedStateMachine):
         assert not any(self.staged.values()), "ranks keep payloads that nobody will fetch or discard"
 
 
-class OutboundMachine(RuleBasedStateMachine):
-    """`open`: per transfer, what may still be sent. A block is pinned once for each message that is in flight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = FakePool(50)
-        self.ledger = Outbound(self.pool, blocks_per_message=2)
-        self.now = 0
-        self.open: dict[Key, list[TicketBlock]] = {}
-        self.deadlines: dict[Key, int] = {}
-        self.destinations: dict[Key, Peer] = {}
-        self.attempts: dict[TransferId, int] = {}
-        self.flying: dict[tuple[TransferId, int, int], tuple[Send, set[int]]] = {}
-        self.num_planned: Counter[Key] = Counter()
-        self.prefilled: set[TransferId] = set()
-        self.failed: list[Key] = []
-
-    def check(self, sends: list[Send], visible: set[BlockHash]) -> None:
-        sent: Counter[Key] = Counter()
-        for send in sends:
-            key = send.transfer_id, send.attempt
-            assert 1 <= len(send.hashes) <= 2
-            assert send.seq == self.num_planned[key], "messages are numbered without gaps"
-            self.num_planned[key] += 1
-            assert send.destination == self.destinations[key]
-            assert send.source_block_ids == [self.pool.sealed[h] for h in send.hashes]
-            wanted = {block.hash: block for block in self.open[key]}
-            assert [wanted[h].block_id for h in send.hashes] == send.destination_block_ids
-            assert [wanted[h].index for h in send.hashes] == sorted(wanted[h].index for h in send.hashes)
-            self.open[key] = [block for block in self.open[key] if block.hash not in send.hashes]
-            self.flying[*key, send.seq] = (send, set())
-            sent[key] += 1
-        for key, blocks in self.open.items():
-            assert not {block.hash for block in blocks} & visible, f"{key}: a visible block was not sent"
-
-    @rule(
-        transfer_id=IDS,
-        newer=NEWER,
-        chain=st.integers(0, 7),
-        skip=st.integers(0, 5),
-        peer=st.sampled_from(SOURCES),
-        long=st.booleans(),
-    )
-    def send(self, transfer_id: TransferId, newer: int, chain: int, skip: int, peer: Peer, long: bool) -> None:
-        attempt = max(1, self.attempts.get(transfer_id, 0) + newer)
-        key = transfer_id, attempt
-        blocks = [TicketBlock(i, h, BlockId(50 + i)) for i, h in enumerate(CHAINS[chain]) if i >= skip]
-        ticket = Ticket(
-            transfer_id=transfer_id,
-            attempt=attempt,
-            destination=GroupAddress(peer, 1, b"f", []),
-            missing=blocks[::-1],
-            timeout_s=9.0 if long else 2.0,
-        )
-        known = attempt <= self.attempts.get(transfer_id, 0)
-        if not known:
-            self.open.pop((transfer_id, self.attempts.get(transfer_id, 0)), None)
-            self.attempts[transfer_id] = attempt
-            self.open[key] = blocks
-            self.destinations[key] = peer
-            self.deadlines[key] = self.now + int(ticket.timeout_s * NS)
-        sends = self.ledger.send(ticket, self.now)
-        assert not (known and sends), "a repeated or older ticket sends nothing"
-        self.check(sends, set() if known else {b.hash for b in blocks} & self.pool.sealed.keys())
-        if not known and transfer_id in self.prefilled and self.open[key]:
-            self.fail(key)
-
-    @rule(transfer_id=IDS, over=RARELY)
-    def prefill(self, transfer_id: TransferId, over: bool) -> None:
-        """Once a prompt is computed, what is not sealed never will be."""
-        if not over:
-            self.ledger.prefill_begins(transfer_id)
-            self.prefilled.discard(transfer_id)
-            return
-        self.ledger.prefill_over(transfer_id)
-        self.prefilled.add(transfer_id)
-        key = transfer_id, self.attempts.get(transfer_id, 0)
-        if self.open.get(key):
-            self.fail(key)
-
-    @rule(chain=st.integers(0, 7), first=st.integers(0, 4), count=st.integers(1, 4), again=st.booleans())
-    def sealed(self, chain: int, first: int, count: int, again: bool) -> None:
-        hashes = CHAINS[chain][first : first + count][::-1]
-        for block_hash in hashes:
-            self.pool.compute(block_hash)
-        visible = {h for h in hashes if h in self.pool.sealed}
-        self.check(self.ledger.sealed(hashes), visible)
-        if again:
-            assert self.ledger.sealed(hashes) == []
-
-    @rule()
-    def evict(self) -> None:
-        self.pool.evict()
-        for send, _ in self.flying.values():
-            assert [self.pool.sealed.get(h) for h in send.hashes] == send.source_block_ids, "a block left in mid-flight"
-
-    @precondition(lambda self: self.flying)
-    @rule(pick=PICK, rank=st.integers(0, 1), fails=st.booleans())
-    def report(self, pick: int, rank: int, fails: bool) -> None:
-        key = list(self.flying)[pick % len(self.flying)]
-        self.sent(key, rank, "broken" if fails and pick % 3 == 0 else None)
-
-    def sent(self, key: tuple[TransferId, int, int], rank: int, error: str | None) -> None:
-        _, ranks = self.flying[key]
-        if error and rank not in ranks:
-            self.fail(key[:2])
-        ranks.add(rank)
-        if len(ranks) == 2:
-            del self.flying[key]
-        self.ledger.sent(Sent(*key, rank, error), 2)
-
-    @rule(transfer_id=IDS, newer=NEWER, seq=st.integers(0, 6), rank=st.integers(-1, 3))
-    def nonsense(self, transfer_id: TransferId, newer: int, seq: int, rank: int) -> None:
-        key = (transfer_id, self.attempts.get(transfer_id, 0) + newer, seq)
-        if key not in self.flying or rank not in (0, 1):
-            self.ledger.sent(Sent(*key, rank, "broken"), 2)
-
-    def fail(self, key: Any) -> None:
-        """For a reason that the destination cannot know: told once, unless the transfer is over."""
-        if key in self.open and (self.open[key] or any(flight[:2] == key for flight in self.flying)):
-            self.failed.append(key)
-        self.stop(key)
-
-    def stop(self, key: Any) -> None:
-        self.open.pop(key, None)
-
-    @rule(transfer_id=IDS, newer=NEWER, luck=RARELY)
-    def end(self, transfer_id: TransferId, newer: int, luck: bool) -> None:
-        attempt = max(1, self.attempts.get(transfer_id, 0) + newer - luck)
-        self.ledger.end(transfer_id, attempt)
-        self.stop((transfer_id, attempt))
-
-    @rule(peer=st.sampled_from(SOURCES), luck=RARELY)
-    def link_down(self, peer: Peer, luck: bool) -> None:
-        if not luck:
-            return
-        self.ledger.link_down(peer, "gone")
-        for key in [key for key in self.open if self.destinations[key] == peer]:
-            self.fail(key)
-
-    @rule(seconds=st.sampled_from([0.2, 0.5, 3.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += int(seconds * NS)
-        self.ledger.expire(self.now)
-        for key in [key for key in self.open if self.deadlines[key] <= self.now]:
-            self.fail(key)
-
-    @rule(transfer_id=IDS)
-    def renew(self, transfer_id: TransferId) -> None:
-        self.ledger.renew([transfer_id], 4.0, self.now)
-        key = transfer_id, self.attempts.get(transfer_id, 0)
-        if key in self.open and (self.open[key] or any(k[:2] == key for k in self.flying)):
-            self.deadlines[key] = max(self.deadlines[key], self.now + 4 * NS)
-
-    @invariant()
-    def agrees(self) -> None:
-        self.ledger.check_invariants()
-        pins = Counter(b for send, _ in self.flying.values() for b in send.source_block_ids)
-        assert self.ledger.references() == pins
-        assert self.pool.references == pins
-        alive = {key[0] for key in self.flying} | {key[0] for key, blocks in self.open.items() if blocks}
-        assert self.ledger.ids() == sorted(alive)
-        failed, self.failed = self.failed, []
-        events = self.ledger.take_events()
-        assert sorted((event.transfer_id, event.attempt) for event in events) == sorted(failed)
-        assert all(event.state is TransferState.FAILED and event.reason for event in events)
-        for discard in self.ledger.take_discards():
-            assert not self.open.get((discard.transfer_id, discard.attempt)), "a live transfer must not be discarded"
-
-    def teardown(self) -> None:
-        self.wait(1000)
-        for key in list(self.flying):
-            for rank in {0, 1} - self.flying[key][1]:
-                self.sent(key, rank, None)
-        self.agrees()
-        assert self.ledger.ids() == []
-        assert not self.pool.references
-
-
-FEW = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestInbound = InboundMachine.TestCase
-TestInbound.settings = FEW
-TestOutbound = OutboundMachine.TestCase
-TestOutbound.settings = FEW
+TestInbound.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 def test_layouts_must_agree() -> None:
@@ -570,3 +352,46 @@ def test_memory_of_ended_transfers_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StaleAttempt):
         ledger.expect(expect_request(TransferId("t29"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
     assert len(ledger._ended._attempts) == 10
+
+
+def halfway() -> tuple[FakePool, Inbound, Ticket, Import, Received]:
+    """A transfer whose first message is complete, and its last report."""
+    pool = FakePool(9)
+    ledger = Inbound(pool)
+    ticket = ledger.expect(expect_request(TransferId("t"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
+    first = ticket.missing[:2]
+    for rank in (0, 1):
+        report = Received(
+            TransferId("t"), 1, 0, SOURCES[0], rank, 0, [b.hash for b in first], [b.block_id for b in first], 5
+        )
+        imports = ledger.received(report)
+    return pool, ledger, ticket, imports[0], report
+
+
+def test_late_message_does_not_take_a_planned_import_with_it() -> None:
+    """Guards against a discard that reaches the ranks before the import of the same transfer."""
+    pool, ledger, _, planned, report = halfway()
+    ledger.end(TransferId("t"), 1, "cancelled")
+    assert ledger.received(report) == []
+    assert ledger.take_discards() == []
+    assert ledger.is_waiting(TransferId("t"))
+    ledger.imported(planned)
+    assert len(ledger.take_discards()) == 1
+    assert [(e.state, e.num_blocks, e.num_bytes) for e in ledger.take_events(1)] == [(TransferState.FAILED, 2, 10)]
+    assert sorted(pool.references) == sorted(planned.block_ids), "what has arrived stays, what has not is given back"
+
+
+def test_repeated_message_is_discarded_at_the_end() -> None:
+    """Guards against staged bytes of a message that came twice, in a transfer that went well."""
+    _, ledger, ticket, planned, report = halfway()
+    ledger.imported(planned)
+    assert ledger.received(report) == []
+    assert ledger.take_discards() == [], "the rest of the transfer is still wanted"
+    rest = ticket.missing[2:]
+    for rank in (0, 1):
+        last = ledger.received(
+            Received(TransferId("t"), 1, 1, SOURCES[0], rank, 0, [b.hash for b in rest], [b.block_id for b in rest], 5)
+        )
+    ledger.imported(last[0])
+    assert [event.state for event in ledger.take_events(1)] == [TransferState.COMPLETE]
+    assert len(ledger.take_discards()) == 1

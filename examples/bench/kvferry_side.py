@@ -1,0 +1,200 @@
+"""kvferry's side: a `kvferry serve` of its own, and loads sent to it through gRPC.
+
+The client runs in the caller's process; what it costs is reported as `client_cpu_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import machine
+from loads import NEW_TOKENS, SHARED_TOKENS
+from machine import CpuWatch
+from stats import percentile, token_gaps
+
+import kvferry
+from kvferry.cluster.service import Completed, Delta
+from kvferry.runtime.request import Usage
+
+START_TIMEOUT_S, STOP_TIMEOUT_S, REQUEST_TIMEOUT_S = 120.0, 30.0, 300.0
+BLOCK_TOKENS = 16
+SHARED_HIT = SHARED_TOKENS - BLOCK_TOKENS
+"""Cached tokens from which on a request counts as a hit of the shared prefix: a block may be lost to rounding."""
+
+
+class Server:
+    """A running `kvferry serve`. `begin`: when its process was started, as `time.perf_counter` tells."""
+
+    def __init__(self, model: str, options: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "kvferry.cluster.cli", "serve", model, "--port", "0", "--log-json", *options]
+        self.begin = time.perf_counter()
+        self.process = subprocess.Popen(
+            command, env={**os.environ, "PYTHONUNBUFFERED": "1"}, stderr=subprocess.PIPE, text=True
+        )
+        self.target = ""
+        self._target: queue.Queue[str] = queue.Queue()
+        self._tail: deque[str] = deque(maxlen=20)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        """Its events, to the end: a full pipe would stop it."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._tail.append(line.rstrip())
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and event.get("event") == "serving":
+                    self._target.put(event["target"])
+        self._target.put("")
+
+    def wait_serving(self) -> None:
+        """Raises `RuntimeError` with the server's last words if it does not come up."""
+        try:
+            self.target = self._target.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            raise RuntimeError(f"kvferry serve was not ready within {START_TIMEOUT_S:g} s") from None
+        if not self.target:
+            raise RuntimeError("kvferry serve ended:\n" + "\n".join(self._tail))
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(STOP_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def serving(model: str, options: Sequence[str]) -> Iterator[Server]:
+    server = Server(model, options)
+    try:
+        server.wait_serving()
+        yield server
+    finally:
+        server.stop()
+
+
+@dataclass
+class Answer:
+    """One request. Instants are `time.perf_counter` seconds."""
+
+    sent: float
+    usage: Usage
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """Instant and number of tokens of each delta that brought tokens."""
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals[0][0] - self.sent
+
+
+async def ask(client: kvferry.AsyncClient, prompt: list[int], max_tokens: int = NEW_TOKENS) -> Answer:
+    """Greedy, regardless of end-of-sequence tokens."""
+    answer = Answer(time.perf_counter(), Usage(len(prompt), 0, 0))
+    events = client.stream(
+        token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=REQUEST_TIMEOUT_S
+    )
+    async for event in events:
+        if isinstance(event, Delta) and event.token_ids:
+            answer.arrivals.append((time.perf_counter(), len(event.token_ids)))
+            answer.token_ids += event.token_ids
+        elif isinstance(event, Completed):
+            answer.usage = event.usage
+    if len(answer.token_ids) != max_tokens:
+        raise RuntimeError(f"{len(answer.token_ids)} tokens came back, {max_tokens} were asked for")
+    return answer
+
+
+async def closed_loop(client: kvferry.AsyncClient, prompts: Sequence[list[int]], concurrency: int) -> list[Answer]:
+    """`concurrency` clients, each of which sends its next request when its last one is answered."""
+    left = iter(prompts)
+    answers: list[Answer] = []
+
+    async def one_client() -> None:
+        answers.extend([await ask(client, prompt) for prompt in left])
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(concurrency):
+            clients.create_task(one_client())
+    return answers
+
+
+async def run_load(server: Server, prompts: Sequence[list[int]], concurrency: int) -> dict[str, float]:
+    """Numbers of one load; seconds, tokens and bytes.
+
+    `server_cpu_s` and `client_cpu_s`: CPU seconds of kvferry's processes and of this one; `other_cores`: how many cores
+    everything else on this machine kept busy meanwhile.
+    """
+    watch = CpuWatch([server.process.pid, *workers(server.target)])
+    async with kvferry.AsyncClient(server.target) as client:
+        watch.begin()
+        begin = time.perf_counter()
+        answers = await closed_loop(client, prompts, concurrency)
+        cpu = watch.end()
+    end = max(answer.arrivals[-1][0] for answer in answers)
+    ttft = [answer.ttft_s for answer in answers]
+    gaps = [gap for answer in answers for gap in token_gaps(answer.arrivals)]
+    usages = [answer.usage for answer in answers]
+    return {
+        "ttft_p50_s": percentile(ttft, 50),
+        "ttft_p99_s": percentile(ttft, 99),
+        "itl_p50_s": percentile(gaps, 50),
+        "itl_p99_s": percentile(gaps, 99),
+        "tokens_per_s": sum(len(answer.token_ids) for answer in answers) / (end - begin),
+        "seconds": end - begin,
+        "hit_rate": sum(u.num_cached_tokens for u in usages) / sum(u.num_prompt_tokens for u in usages),
+        "num_shared_hits": float(sum(u.num_cached_tokens >= SHARED_HIT for u in usages)),
+        "num_requests": float(len(answers)),
+        "num_ferried_requests": float(sum(u.ferried_bytes > 0 for u in usages)),
+        "ferried_bytes": float(sum(u.ferried_bytes for u in usages)),
+        "server_cpu_s": cpu.watched_s,
+        "client_cpu_s": cpu.own_s,
+        "other_cores": cpu.other_s / (end - begin),
+    }
+
+
+async def first_token_s(server: Server, prompt: list[int]) -> float:
+    """From the start of the server's process to the first token of a first request."""
+    async with kvferry.AsyncClient(server.target) as client:
+        answer = await ask(client, prompt, max_tokens=1)
+    return answer.arrivals[0][0] - server.begin
+
+
+async def one_by_one(target: str, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
+    async with kvferry.AsyncClient(target) as client:
+        return [await ask(client, prompt, max_tokens) for prompt in prompts]
+
+
+def workers(target: str) -> dict[int, str]:
+    """Process ids of all workers, with their groups' names."""
+    with kvferry.Client(target) as client:
+        return {pid: group.group for group in client.cluster().groups for pid in group.pids}
+
+
+def peak_memory(server: Server) -> dict[str, Any]:
+    """Peak resident MiB of kvferry's processes and, apart, of Ray's."""
+    own, ray = machine.peaks(server.process.pid, workers(server.target))
+    return {
+        "own_mib": {p.name: p.peak_mib for p in own},
+        "total_mib": sum(p.peak_mib for p in own),
+        "ray_mib": [(p.name, p.peak_mib) for p in ray],
+    }
+
+
+def audit(target: str) -> list[str]:
+    with kvferry.Client(target) as client:
+        return client.audit().findings

@@ -1,0 +1,88 @@
+"""The benchmark's own arithmetic: a wrong prompt or percentile would be believed."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "examples" / "bench"
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(scope="module")
+def loads() -> Any:
+    return _import("loads")
+
+
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    return _import("stats")
+
+
+def _import(name: str) -> Any:
+    """The scripts import each other from their own folder, so that is how they are imported here."""
+    import importlib
+
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+def words(text: str) -> list[int]:
+    """A token per word."""
+    return [hash_word(word) for word in text.split()]
+
+
+def hash_word(word: str) -> int:
+    return int.from_bytes(word.encode()[:6], "big")
+
+
+@pytest.mark.parametrize("num_shared", [0, 192])
+def test_prompts_share_what_they_say(loads: Any, num_shared: int) -> None:
+    """Prompts that share more than stated would flatter the prefix cache; fewer, hide it."""
+    prompts = loads.prompts(words, "x", 16, num_shared=num_shared)
+    assert all(len(prompt) == loads.PROMPT_TOKENS for prompt in prompts)
+    assert {tuple(prompt[:num_shared]) for prompt in prompts} == {tuple(prompts[0][:num_shared])}
+    assert len({prompt[num_shared] for prompt in prompts}) == 16
+
+
+def test_runs_share_nothing_and_repeat_themselves(loads: Any) -> None:
+    """A prompt that came back in a later run would be answered from the cache."""
+    load = loads.Load("some", True, 4, 4)
+    first, second = loads.prompts_of(words, load, 0), loads.prompts_of(words, load, 1)
+    assert first == loads.prompts_of(words, load, 0)
+    assert not {prompt[0] for prompt in first} & {prompt[0] for prompt in second}
+
+
+def test_a_tokenizer_of_few_tokens_is_refused(loads: Any) -> None:
+    """A prompt that is too short must not pass for one of the stated length."""
+    with pytest.raises(ValueError, match="256 wanted"):
+        loads.text_tokens(lambda text: words(text)[:100], "x", 256)
+
+
+@pytest.mark.parametrize("percent", [0, 37, 50, 99, 100])
+def test_percentile(stats: Any, percent: int) -> None:
+    """An off-by-one in the rank moves p99 of 32 values by a whole value."""
+    values = random.Random(percent).sample(range(1000), 101)
+    assert math.isclose(stats.percentile(values, percent), sorted(values)[percent])
+    assert stats.percentile([3.0, 1.0], 50) == 2.0
+    with pytest.raises(ValueError, match="nothing"):
+        stats.percentile([], percent)
+
+
+def test_gaps_of_tokens_that_arrive_together(stats: Any) -> None:
+    """Spreading a delta's wait over its tokens would hide stalls; dropping them would hide speed."""
+    assert stats.token_gaps([(1.0, 1), (1.5, 3), (1.75, 1)]) == [0.5, 0.0, 0.0, 0.25]
+    assert stats.token_gaps([(1.0, 2)]) == [0.0]
+
+
+def test_middle(stats: Any) -> None:
+    """The spread must show the extremes, not only the median's neighbours."""
+    assert stats.middle([3.0, 1.0, 2.0]) == stats.Middle(2.0, 1.0, 3.0)
