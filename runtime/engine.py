@@ -125,6 +125,8 @@ class Engine:
         """Waiting sequences that will take over a transfer's lease."""
         self._senders: dict[TransferId, int] = {}
         """Live prefill legs of each transfer from here."""
+        self._handed_over: set[TransferId] = set()
+        """Those of them that carry at least one sequence away."""
         self._num_submitted = 0
         self._changed = False
         """Something happened since the last step that found nothing to do."""
@@ -180,7 +182,8 @@ class Engine:
             self._senders[sends] -= 1
             if not self._senders[sends]:
                 del self._senders[sends]
-                self.outbound.prefill_over(sends)
+                self.outbound.prefill_over(sends, sends in self._handed_over)
+                self._handed_over.discard(sends)
 
     def _fail(self, key: SequenceKey, position: int, error: KvferryError) -> None:
         self._events.append(
@@ -317,6 +320,9 @@ class Engine:
                 end_ns=end_ns if first else None,
             )
         )
+        sends = sequence.request.sends_transfer_id
+        if reason is FinishReason.HANDOFF and sends is not None:
+            self._handed_over.add(sends)
         if reason is not None:
             self._end(sequence)
 

@@ -11,6 +11,7 @@ from kvferry.runtime.transfer.ledger import MAX_REMEMBERED, NS, BlockStore, Coun
 from kvferry.runtime.transfer.ticket import Sent, Ticket, TicketBlock, TransferEvent, TransferState
 
 _EVICTED = "blocks were evicted before they could be sent"
+_UNWANTED = "no sequence goes on after its prompt"
 
 
 @dataclass(slots=True)
@@ -48,8 +49,8 @@ class Outbound:
         self._ended = EndedTransfers()
         self._discards: dict[Key, None] = {}
         self._failures: list[TransferEvent] = []
-        self._prefilled: OrderedDict[TransferId, None] = OrderedDict()
-        """Transfers whose prompt is computed: what is not sealed by then never will be."""
+        self._prefilled: OrderedDict[TransferId, bool] = OrderedDict()
+        """Transfers whose prompt is computed, and whether a sequence goes on elsewhere."""
         self.counters = Counters()
 
     def send(self, ticket: Ticket, now_ns: int) -> list[Send]:
@@ -74,9 +75,10 @@ class Outbound:
         self._current[key[0]] = key[1]
         for block_hash in departure.unsent:
             self._waiting.setdefault(block_hash, set()).add(key)
-        sends = self._plan(departure, list(departure.unsent))
-        if departure.unsent and key[0] in self._prefilled:
-            self._fail(departure, _EVICTED)
+        handed_over = self._prefilled.get(key[0])
+        sends = [] if handed_over is False else self._plan(departure, list(departure.unsent))
+        if departure.unsent and handed_over is not None:
+            self._fail(departure, _EVICTED if handed_over else _UNWANTED)
         else:
             self._settle(departure)
         return sends
@@ -85,14 +87,19 @@ class Outbound:
         """The prompt that this transfer carries away is about to be computed here (again)."""
         self._prefilled.pop(transfer_id, None)
 
-    def prefill_over(self, transfer_id: TransferId) -> None:
-        """Its prompt is computed, or will not be: a transfer that still lacks blocks has failed."""
-        self._prefilled[transfer_id] = None
+    def prefill_over(self, transfer_id: TransferId, handed_over: bool) -> None:
+        """Its prompt is computed, or will not be.
+
+        A transfer that still lacks blocks has failed. So has one that no sequence needs: not even what is planned goes
+        out.
+        """
+        self._prefilled[transfer_id] = handed_over
         if len(self._prefilled) > MAX_REMEMBERED:
             self._prefilled.popitem(last=False)
         attempt = self._current.get(transfer_id)
-        if attempt is not None and (departure := self._departures[transfer_id, attempt]).unsent:
-            self._fail(departure, _EVICTED)
+        departure = None if attempt is None else self._departures[transfer_id, attempt]
+        if departure is not None and (departure.unsent or not handed_over):
+            self._fail(departure, _EVICTED if handed_over else _UNWANTED)
 
     def sealed(self, hashes: list[BlockHash]) -> list[Send]:
         """Messages for blocks that have just become visible."""

@@ -6,6 +6,7 @@ duplication, expiry or cancel; a destination that waits for what will never come
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,14 @@ class Pair:
         self.prefill = ToyEngine(num_blocks=prefill_blocks, max_batch_tokens=7, name="prefill")
         self.decode = ToyEngine(num_blocks=decode_blocks, max_batch_tokens=7, name="decode")
 
-    def begin(self, name: str, prompt: list[int], max_tokens: int, timeout_s: float = 60.0) -> None:
+    def begin(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        timeout_s: float = 60.0,
+        eos_token_ids: list[int] | None = None,
+    ) -> None:
         transfer_id = TransferId(name)
         request = ExpectRequest(
             transfer_id=transfer_id,
@@ -35,9 +43,8 @@ class Pair:
             cache_salt="",
             timeout_s=timeout_s,
         )
-        self.prefill.submit(
-            toy_request(name, prompt, max_tokens, handoff_after=1, sends_transfer_id=transfer_id, seed=3)
-        )
+        leg = toy_request(name, prompt, max_tokens, handoff_after=1, sends_transfer_id=transfer_id, seed=3)
+        self.prefill.submit(msgspec.structs.replace(leg, eos_token_ids=eos_token_ids or []))
         try:
             ticket = self.decode.engine.expect(request, self.decode.clock())
         except CapacityError:
@@ -206,4 +213,20 @@ def test_renewal_keeps_a_transfer_whose_prefill_waits_in_a_queue() -> None:
     pair.hand_over("r", list(range(16)), 4)
     pair.settle()
     assert pair.decode.engine.load().cached_tokens_total == 16
+    pair.check_rest()
+
+
+def test_first_token_that_ends_the_sequence_keeps_its_blocks_at_home() -> None:
+    """Blocks leave one step after the token that made them useless, before the coordinator can say so."""
+    pair, prompt = Pair(), [1, 2, 3, 4, 5, 6]
+    pair.begin("r", prompt, 4, eos_token_ids=toy_output(prompt, 1, seed=3))
+    pair.step(pair.prefill)
+    assert list(pair.prefill.ends.values()) == ["stop"]
+    pair.step(pair.prefill)
+    plan = pair.prefill.runner.plans[-1]
+    assert len(plan.sends) == 1
+    assert [d.transfer_id for d in plan.discards] == ["r"], "links drop what is sent after its discard"
+    pair.deliver("lose")
+    pair.settle()
+    pair.decode.engine.end_transfer(TransferId("r"), 1, "the request is over")
     pair.check_rest()

@@ -40,7 +40,7 @@ class OutboundMachine(RuleBasedStateMachine):
         self.attempts: dict[TransferId, int] = {}
         self.flying: dict[tuple[TransferId, int, int], tuple[Send, set[int]]] = {}
         self.num_planned: Counter[Key] = Counter()
-        self.prefilled: set[TransferId] = set()
+        self.prefilled: dict[TransferId, bool] = {}
         self.failed: list[Key] = []
 
     def check(self, sends: list[Send], visible: set[BlockHash]) -> None:
@@ -89,21 +89,22 @@ class OutboundMachine(RuleBasedStateMachine):
             self.deadlines[key] = self.now + int(ticket.timeout_s * NS)
         sends = self.ledger.send(ticket, self.now)
         assert not (known and sends), "a repeated or older ticket sends nothing"
-        self.check(sends, set() if known else {b.hash for b in blocks} & self.pool.sealed.keys())
+        unwanted = known or self.prefilled.get(transfer_id) is False
+        self.check(sends, set() if unwanted else {b.hash for b in blocks} & self.pool.sealed.keys())
         if not known and transfer_id in self.prefilled and self.open[key]:
             self.fail(key)
 
-    @rule(transfer_id=IDS, over=RARELY)
-    def prefill(self, transfer_id: TransferId, over: bool) -> None:
-        """Once a prompt is computed, what is not sealed never will be."""
+    @rule(transfer_id=IDS, over=RARELY, handed_over=st.booleans())
+    def prefill(self, transfer_id: TransferId, over: bool, handed_over: bool) -> None:
+        """Once a prompt is computed, what is not sealed never will be; and perhaps nobody needs any of it."""
         if not over:
             self.ledger.prefill_begins(transfer_id)
-            self.prefilled.discard(transfer_id)
+            self.prefilled.pop(transfer_id, None)
             return
-        self.ledger.prefill_over(transfer_id)
-        self.prefilled.add(transfer_id)
+        self.ledger.prefill_over(transfer_id, handed_over)
+        self.prefilled[transfer_id] = handed_over
         key = transfer_id, self.attempts.get(transfer_id, 0)
-        if self.open.get(key):
+        if self.open.get(key) or not handed_over:
             self.fail(key)
 
     @rule(chain=st.integers(0, 7), first=st.integers(0, 4), count=st.integers(1, 4), again=st.booleans())
