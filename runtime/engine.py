@@ -112,7 +112,7 @@ class Engine:
         self.hash_root = hash_root
         self.max_context = min(max_context, num_blocks * layout.block_size)
         self.pool = BlockPool(num_blocks, layout.block_size)
-        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._on_admitted)
+        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._on_admitted, self._waits_for)
         self.inbound = Inbound(self.pool)
         self.outbound = Outbound(self.pool, config.transfer.blocks_per_message)
         self.meters = Meters()
@@ -252,6 +252,13 @@ class Engine:
     def _on_admitted(self, sequence: Sequence) -> None:
         self._leave_transfer(sequence)
 
+    def _waits_for(self, sequence: Sequence, block_hash: BlockHash) -> bool:
+        """A prefill leg waits for no transfer: that one's source may be waiting for what the leg sends."""
+        num_pending = self.pool.num_pending(block_hash)
+        if sequence.request.sends_transfer_id is not None:
+            num_pending -= self.inbound.num_expected(block_hash)
+        return num_pending > 0
+
     def _leave_transfer(self, sequence: Sequence) -> None:
         transfer_id = sequence.request.transfer_id
         adopters = self._adopters.get(transfer_id) if transfer_id is not None else None
@@ -337,14 +344,22 @@ class Engine:
                 self._fail(sequence.key, sequence.num_output, error)
 
     def _reclaim(self) -> bool:
-        """Waiting sequences hold the pool through their transfers and none can start: the last one lets go."""
+        """Transfers hold the pool and no waiting sequence can start: the last one lets go.
+
+        Those that no sequence waits for yet may come to an end by themselves, unless a peer's prefill that they need
+        waits for a prefill leg here.
+        """
         for sequence in reversed(self.scheduler.waiting):
             transfer_id = sequence.request.transfer_id
             if transfer_id is not None and transfer_id in self._adopters:
                 del self._adopters[transfer_id]
                 self.inbound.release(transfer_id)
                 return True
-        return False
+        newest = self.inbound.newest()
+        if newest is None or all(s.request.sends_transfer_id is None for s in self.scheduler.waiting):
+            return False
+        self.inbound.release(newest)
+        return True
 
     # ------------------------------------------------------------- views
     def _waiting_tokens(self) -> int:

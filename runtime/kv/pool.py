@@ -84,6 +84,10 @@ class BlockPool:
         """Whether somebody is filling a block of that name right now."""
         return block_hash in self._pending
 
+    def num_pending(self, block_hash: BlockHash) -> int:
+        """How many blocks of that name are being filled."""
+        return self._pending.get(block_hash, 0)
+
     # ------------------------------------------------------------- holding
     def lease(self, count: int) -> list[BlockId]:
         """`count` blocks with one reference each and undefined contents; evicts idle ones as needed.
