@@ -91,7 +91,10 @@ class RayGroup:
             await asyncio.gather(*follows, return_exceptions=True)
         pids = [rank.pid for rank in loaded]
         if self._on_this_machine:
-            self._processes = [psutil.Process(pid) for pid in pids]
+            try:
+                self._processes = [psutil.Process(pid) for pid in pids]
+            except psutil.Error as error:
+                raise GroupUnavailable(f"{self.peer} did not start: a rank died after loading: {error}") from error
         own = GroupAddress(
             peer=self.peer,
             tp_size=len(loaded),
