@@ -201,8 +201,9 @@ class Engine:
         routes = {(r.source_rank, r.destination_rank) for r in copy_plan(source_layout, self.layout)}
         # A sequence that waits for its blocks needs one more for its tail: leave that much to each.
         spare = 1 + len(self._adopters) + len(self.scheduler.running)
-        if (free := self.pool.num_available) < len(hashes) + spare:
-            raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {len(hashes)} + {spare} wanted")
+        wanted = self.pool.num_to_hold(hashes)
+        if (free := self.pool.num_available) < wanted + spare:
+            raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {wanted} + {spare} wanted")
         ticket = self.inbound.expect(request, hashes, self.layout.block_size, routes, self.address, now_ns)
         self._changed = True
         if ticket.missing:
