@@ -39,7 +39,7 @@ Context = Any
 _NO_DEADLINE_S = 10 * 365 * 86400.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
 MAX_CALLS = 4096
-"""At a time, of all kinds; one more is refused with RESOURCE_EXHAUSTED. Bounds what clients that never read can hold."""
+"""At a time, of all kinds; one more is refused with RESOURCE_EXHAUSTED. Bounds what clients that never read hold."""
 
 
 class Malformed(msgspec.Struct, frozen=True):
