@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.runtime.engine import EngineLoad
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, SequenceKey, TransferId
+from kvferry.runtime.reports import EngineLoad
 from kvferry.runtime.request import SequenceRequest, TokenEvent
 from kvferry.runtime.transfer.ticket import ExpectRequest, GroupAddress, Ticket, TransferEvent
 

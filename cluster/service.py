@@ -110,6 +110,7 @@ class Service(Protocol):
     def generate(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
         """An async generator. Closing it cancels the request. Invalid input raises before the first event."""
 
+    # Those three are called from other threads, too.
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def tokenize_chat(self, messages: list[ChatMessage]) -> list[int]: ...

@@ -28,6 +28,7 @@ from kvferry.runtime.kv.hashing import hash_chain, salted_root
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.pool import BlockPool
 from kvferry.runtime.meters import Meters
+from kvferry.runtime.reports import EngineAudit, EngineLoad, StepOutput
 from kvferry.runtime.request import FinishReason, SequenceRequest, TokenEvent, check_length
 from kvferry.runtime.scheduler import Scheduler
 from kvferry.runtime.sequence import Sequence
@@ -42,54 +43,9 @@ from kvferry.runtime.transfer.ticket import (
     Received,
     Sent,
     Ticket,
-    TransferEvent,
 )
 
 Execute = Callable[[StepPlan, list[SampleInput]], StepResult]
-
-
-class StepOutput(msgspec.Struct):
-    """What one step brought about."""
-
-    tokens: list[TokenEvent]
-    transfers: list[TransferEvent]
-    stored: list[BlockHash]
-    """Blocks that became visible in the prefix cache; disjoint from `removed`."""
-    removed: list[BlockHash]
-
-
-class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """An engine's state after a step. Rates are measured; 0 means: not measured yet."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    waiting_tokens: int = 0
-    """Tokens still to prefill, of waiting and running sequences."""
-    num_free_blocks: int = 0
-    """Free or evictable."""
-    num_cached_blocks: int = 0
-    """Sealed, in use or not."""
-    num_leased_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    """Of a step without prefill, at the present batch."""
-    link_bytes_per_s: float = 0.0
-    """Of received transfers."""
-    num_preemptions: int = 0
-    cached_tokens_total: int = 0
-    prompt_tokens_total: int = 0
-    output_tokens_total: int = 0
-    received_bytes_total: int = 0
-
-
-class EngineAudit(msgspec.Struct, frozen=True):
-    """What an engine holds right now. At rest every list is empty."""
-
-    broken: list[str]
-    sequences: list[SequenceKey]
-    inbound: list[TransferId]
-    outbound: list[TransferId]
-    num_leased_blocks: int
 
 
 class Engine:
@@ -112,7 +68,7 @@ class Engine:
         self.hash_root = hash_root
         self.max_context = min(max_context, num_blocks * layout.block_size)
         self.pool = BlockPool(num_blocks, layout.block_size)
-        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._on_admitted)
+        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._on_admitted, self._waits_for)
         self.inbound = Inbound(self.pool)
         self.outbound = Outbound(self.pool, config.transfer.blocks_per_message)
         self.meters = Meters()
@@ -201,8 +157,9 @@ class Engine:
         routes = {(r.source_rank, r.destination_rank) for r in copy_plan(source_layout, self.layout)}
         # A sequence that waits for its blocks needs one more for its tail: leave that much to each.
         spare = 1 + len(self._adopters) + len(self.scheduler.running)
-        if (free := self.pool.num_available) < len(hashes) + spare:
-            raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {len(hashes)} + {spare} wanted")
+        wanted = self.pool.num_to_hold(hashes)
+        if (free := self.pool.num_available) < wanted + spare:
+            raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {wanted} + {spare} wanted")
         ticket = self.inbound.expect(request, hashes, self.layout.block_size, routes, self.address, now_ns)
         self._changed = True
         if ticket.missing:
@@ -251,6 +208,13 @@ class Engine:
 
     def _on_admitted(self, sequence: Sequence) -> None:
         self._leave_transfer(sequence)
+
+    def _waits_for(self, sequence: Sequence, block_hash: BlockHash) -> bool:
+        """A prefill leg waits for no transfer: that one's source may be waiting for what the leg sends."""
+        num_pending = self.pool.num_pending(block_hash)
+        if sequence.request.sends_transfer_id is not None:
+            num_pending -= self.inbound.num_expected(block_hash)
+        return num_pending > 0
 
     def _leave_transfer(self, sequence: Sequence) -> None:
         transfer_id = sequence.request.transfer_id
@@ -337,14 +301,22 @@ class Engine:
                 self._fail(sequence.key, sequence.num_output, error)
 
     def _reclaim(self) -> bool:
-        """Waiting sequences hold the pool through their transfers and none can start: the last one lets go."""
+        """Transfers hold the pool and no waiting sequence can start: the last one lets go.
+
+        Those that no sequence waits for yet may come to an end by themselves, unless a peer's prefill that they need
+        waits for a prefill leg here.
+        """
         for sequence in reversed(self.scheduler.waiting):
             transfer_id = sequence.request.transfer_id
             if transfer_id is not None and transfer_id in self._adopters:
                 del self._adopters[transfer_id]
                 self.inbound.release(transfer_id)
                 return True
-        return False
+        newest = self.inbound.newest()
+        if newest is None or all(s.request.sends_transfer_id is None for s in self.scheduler.waiting):
+            return False
+        self.inbound.release(newest)
+        return True
 
     # ------------------------------------------------------------- views
     def _waiting_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -55,6 +55,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for field, kind in _SAMPLING_TYPES.items():  # msgspec itself checks what it decodes, not what a caller passes
+            try:
+                msgspec.convert(getattr(self, field), kind)
+            except msgspec.ValidationError as error:
+                raise InvalidArgument(field, getattr(self, field), str(error)) from None
         _number("n", self.n, 1, MAX_SEQUENCES)
         _number("temperature", self.temperature, 0.0, 100.0)
         if not 0.0 < self.top_p <= 1.0:
@@ -86,6 +91,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def with_seed(self, seed: int) -> SamplingParams:
         return msgspec.structs.replace(self, seed=seed)
+
+
+_SAMPLING_TYPES = get_type_hints(SamplingParams)
 
 
 def _number(field: str, value: float, low: float, high: float) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from kvferry.runtime.config import SchedulerConfig
 from kvferry.runtime.errors import InvariantBroken
-from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
+from kvferry.runtime.ids import BlockHash, BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.hashing import hash_block
 from kvferry.runtime.kv.pool import BlockPool
 from kvferry.runtime.sequence import Sequence
@@ -43,8 +43,8 @@ class Batch(msgspec.Struct):
 class Scheduler:
     """Plans and commits steps over one pool.
 
-    `may_start(sequence)` says whether a waiting sequence's transfer is over; `on_admitted(sequence)` is told when a
-    sequence has taken its own references.
+    `may_start(sequence)` says whether a waiting sequence's transfer is over, `waits_for(sequence, hash)` whether it
+    should wait for a block that is not here; `on_admitted(sequence)` is told when it has taken its own references.
     """
 
     def __init__(
@@ -53,11 +53,13 @@ class Scheduler:
         pool: BlockPool,
         may_start: Callable[[Sequence], bool] = lambda _: True,
         on_admitted: Callable[[Sequence], None] = lambda _: None,
+        waits_for: Callable[[Sequence, BlockHash], bool] | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._may_start = may_start
         self._on_admitted = on_admitted
+        self._waits_for = waits_for or (lambda _, block_hash: pool.is_pending(block_hash))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._by_name: dict[tuple[RequestId, int], Sequence] = {}
@@ -122,13 +124,13 @@ class Scheduler:
         return False
 
     def _cached_prefix(self, sequence: Sequence) -> tuple[list[BlockId], bool]:
-        """Sealed blocks from the start, and whether somebody is filling the next one. The last token stays out."""
+        """Sealed blocks from the start, and whether to wait for the next one. The last token stays out."""
         size = self._pool.block_size
         hits: list[BlockId] = []
         for i, block_hash in enumerate(sequence.hashes[: (len(sequence.tokens) - 1) // size]):
             block_id = self._pool.lookup(block_hash, sequence.tokens[i * size : (i + 1) * size])
             if block_id is None:
-                return hits, self._pool.is_pending(block_hash)
+                return hits, self._waits_for(sequence, block_hash)
             hits.append(block_id)
         return hits, False
 

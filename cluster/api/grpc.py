@@ -8,6 +8,7 @@ A client that cancels, or whose deadline passes, cancels the handler; that close
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -37,6 +38,8 @@ Context = Any
 """`grpc.aio.ServicerContext`; grpc has no types."""
 _NO_DEADLINE_S = 10 * 365 * 86400.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
+MAX_CALLS = 4096
+"""At a time, of all kinds; one more is refused with RESOURCE_EXHAUSTED. Bounds what clients that never read can hold."""
 
 
 class Malformed(msgspec.Struct, frozen=True):
@@ -59,15 +62,19 @@ class Calls:
                 await context.write(convert.from_event(event))
 
     async def tokenize(self, request: pb.TokenizeRequest, _context: Context) -> pb.TokenizeResponse:
+        # In threads: other streams' tokens go on meanwhile.
         if convert.check_tokenize(request) == "chat":
-            return pb.TokenizeResponse(token_ids=self._service.tokenize_chat(convert.to_messages(request.chat)))
+            messages = convert.to_messages(request.chat)
+            return pb.TokenizeResponse(token_ids=await asyncio.to_thread(self._service.tokenize_chat, messages))
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        return pb.TokenizeResponse(token_ids=self._service.tokenize(request.text, special))
+        token_ids = await asyncio.to_thread(self._service.tokenize, request.text, special)
+        return pb.TokenizeResponse(token_ids=token_ids)
 
     async def detokenize(self, request: pb.DetokenizeRequest, _context: Context) -> pb.DetokenizeResponse:
         convert.check_known(request)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(text=self._service.detokenize(list(request.token_ids), skip))
+        text = await asyncio.to_thread(self._service.detokenize, list(request.token_ids), skip)
+        return pb.DetokenizeResponse(text=text)
 
     async def get_model(self, request: pb.GetModelRequest, _context: Context) -> pb.Model:
         convert.check_known(request)
@@ -190,6 +197,7 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
         log.warning("open_door", host=host, meaning="anyone who reaches the port may call; set a token or a client CA")
     server = grpc.aio.server(
         interceptors=interceptors,
+        maximum_concurrent_rpcs=MAX_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", options.max_message_bytes),

@@ -84,6 +84,15 @@ class BlockPool:
         """Whether somebody is filling a block of that name right now."""
         return block_hash in self._pending
 
+    def num_pending(self, block_hash: BlockHash) -> int:
+        """How many blocks of that name are being filled."""
+        return self._pending.get(block_hash, 0)
+
+    def num_to_hold(self, hashes: Sequence[BlockHash]) -> int:
+        """Available blocks that holding all of `hashes` takes: what is held or being filled takes none."""
+        held = (h in self._pending or ((b := self._sealed.get(h)) is not None and self._refs[b] > 0) for h in hashes)
+        return len(hashes) - sum(held)
+
     # ------------------------------------------------------------- holding
     def lease(self, count: int) -> list[BlockId]:
         """`count` blocks with one reference each and undefined contents; evicts idle ones as needed.

@@ -290,13 +290,19 @@ class Inbound:
         attempt = self._current.get(transfer_id)
         return attempt is not None and self._arrivals[transfer_id, attempt].state is TransferState.ACTIVE
 
+    def num_expected(self, block_hash: BlockHash) -> int:
+        """How many transfers fill a block of that name."""
+        arrivals = self._arrivals.values()
+        planned = sum(block_hash in m.hashes for arrival in arrivals for m in arrival.importing.values())
+        return planned + sum(block_hash in arrival.missing for arrival in arrivals)
+
+    def newest(self) -> TransferId | None:
+        return next(reversed(self._current), None)
+
     def take_events(self, now_ns: int) -> list[TransferEvent]:
         """Transfers that ended since the last call, stamped with now."""
         events, self._events = self._events, []
         return [msgspec.structs.replace(event, end_ns=now_ns) for event in events]
-
-    def has_news(self) -> bool:
-        return bool(self._discards or self._events)
 
     def take_discards(self) -> list[Discard]:
         """What ranks may forget; goes into the next step."""

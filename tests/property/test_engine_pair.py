@@ -230,3 +230,19 @@ def test_first_token_that_ends_the_sequence_keeps_its_blocks_at_home() -> None:
     pair.settle()
     pair.decode.engine.end_transfer(TransferId("r"), 1, "the request is over")
     pair.check_rest()
+
+
+def test_room_is_made_where_others_hold_the_prefix() -> None:
+    """Fault: blocks that running sequences hold counted as wanted, so a pool full of one long prefix took no more."""
+    pair = Pair(decode_blocks=16)
+    shared = list(range(40))
+    pair.decode.submit(toy_request("first", [*shared, 1], 8))
+    for _ in range(7):
+        pair.decode.step()
+    assert pair.decode.tokens
+    pair.begin("r", [*shared, *range(60, 64)], 4)
+    assert len(pair.decode.engine.inbound.ids()) == 1
+    pair.settle()
+    pair.hand_over("r", [*shared, *range(60, 64)], 4)
+    pair.settle()
+    pair.check_rest()

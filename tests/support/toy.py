@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterator
 
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
-from kvferry.runtime.engine import Engine, StepOutput
+from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey
 from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import SamplingParams, SequenceRequest
 from kvferry.runtime.step import SampledToken, SampleInput, Send, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, RankAddress
