@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import psutil
 import structlog
 
 import kvferry
@@ -281,11 +282,15 @@ def serve(config: ServeConfig, *, parts: Parts | None = None) -> None:
 
 async def _serve(config: ServeConfig, parts: Parts | None) -> None:
     begin, loop = time.monotonic(), asyncio.get_running_loop()
+    connected = False
 
     def on_signal() -> None:
         if cluster.closing:
             os._exit(130)  # asked twice: at once; workers end with their raylet
         _log.info("stopping")
+        if not connected:  # Ray's start cannot be interrupted, and nothing of ours runs yet
+            _kill_children()
+            os._exit(0)
         cluster.begin_close()
         loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
 
@@ -293,7 +298,12 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
 
-    async with await start_cluster(config, parts=parts, on_connected=listen) as cluster:
+    def on_connected() -> None:
+        nonlocal connected
+        connected = True
+        listen()
+
+    async with await start_cluster(config, parts=parts, on_connected=on_connected) as cluster:
         listen()
         show = asyncio.create_task(_show_progress(cluster))
         try:
@@ -305,6 +315,12 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
             await asyncio.gather(show, return_exceptions=True)
         _log.info("serving", target=cluster.target, model=config.model, after_s=round(time.monotonic() - begin, 1))
         await cluster.ended()
+
+
+def _kill_children() -> None:
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
 
 
 async def _show_progress(cluster: RunningCluster) -> None:

