@@ -13,7 +13,7 @@ from types import TracebackType
 
 import msgspec
 
-from kvferry.cluster.legs import Leg, Record, Sequence, error_of, request_of
+from kvferry.cluster.legs import Leg, Record, Sequence, request_of
 from kvferry.cluster.messages import Audit, StepFrame
 from kvferry.cluster.placing import Placer
 from kvferry.cluster.ports import Clock
@@ -35,6 +35,7 @@ from kvferry.runtime.errors import (
     KvferryError,
     QueueFull,
     RetriesExhausted,
+    error_of,
 )
 from kvferry.runtime.ids import Peer, RequestId, SequenceKey
 from kvferry.runtime.request import FinishReason, Request, TokenEvent

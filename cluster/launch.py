@@ -1,6 +1,6 @@
 """Starts a deployment: checks first, then Ray, the groups, the door; and ends all of it again.
 
-    check model, sizes, port ─▶ Ray ‖ tokenizer ─▶ groups (in parallel) ─▶ health says SERVING ─▶ … ─▶ close
+    check model, sizes, port, tokenizer ─▶ Ray ─▶ groups (in parallel) ─▶ health says SERVING ─▶ … ─▶ close
 
 What is wrong with the options is found before anything is started. `serve` is what the command line calls;
 `start_cluster` gives the same to programs and tests.
@@ -35,6 +35,7 @@ from kvferry.cluster.topology import allot
 from kvferry.runtime.errors import Cancelled, InvalidArgument, KvferryError, ResourceMissing
 from kvferry.runtime.ids import GroupId
 from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
+from kvferry.runtime.model.fit import check_fit
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
 DRAIN_S = 2.0
@@ -136,7 +137,7 @@ class RunningCluster:
         config = self._config
         spec = await asyncio.to_thread(load_spec, self._files)
         for group in config.groups():
-            spec.check_tensor_parallel(group.tp_size)
+            check_fit(config.engine, spec, group.tp_size)
         async with contextlib.AsyncExitStack() as stack:
             self.gateway = await stack.enter_async_context(Gateway(config, self._files.name, spec))
             server = make_server(self.gateway, config.host, config.port, config.server)
@@ -145,13 +146,9 @@ class RunningCluster:
                 stop_metrics = self.gateway.metrics.serve(config.host, config.metrics_port)
                 stack.push_async_callback(asyncio.to_thread, stop_metrics)
             self.target = f"{config.host}:{server.port}"
-            loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._files))
-            try:
-                nodes = await stack.enter_async_context(_ray(config))
-            finally:
-                await asyncio.wait([loading])
+            self.gateway.set_tokenizer(await asyncio.to_thread(load_tokenizer, self._files))
+            nodes = await stack.enter_async_context(_ray(config))
             self._on_connected()
-            self.gateway.set_tokenizer(loading.result())
             await server.start()
             self.supervisor = self._supervise(nodes)
             await self._until_closed(server)

@@ -19,25 +19,10 @@ from kvferry.cluster.router import Demand
 from kvferry.cluster.router_load import Booking
 from kvferry.cluster.stream import RequestStream
 from kvferry.cluster.transfers import Transfer
-from kvferry.runtime.errors import GroupDied, InvalidArgument, KvferryError, QueueFull, leaves
 from kvferry.runtime.ids import BlockHash, Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import Request, SequenceRequest, TokenEvent, Usage
 from kvferry.runtime.timeline import Timeline
 from kvferry.runtime.transfer.ticket import TransferEvent
-
-_BY_LABEL = {leaf.label: leaf for leaf in leaves()}
-
-
-def error_of(label: str, message: str) -> KvferryError:
-    """The error that a group meant by an event's label; `GroupDied` for a label that this version does not know."""
-    kind = _BY_LABEL.get(label, GroupDied)
-    if kind is QueueFull:
-        return QueueFull(message, retry_after_s=1.0)
-    error = kind.__new__(kind)
-    Exception.__init__(error, message)
-    if isinstance(error, InvalidArgument):  # its message is already composed: take the field's name back out of it
-        error.field, error.value, error.limit, error.hint = message.partition("=")[0], None, message, ""
-    return error
 
 
 def request_of(transfer_id: TransferId) -> RequestId:

@@ -22,8 +22,7 @@ import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
-from kvferry.cluster.legs import error_of
-from kvferry.runtime.errors import GroupUnavailable, Unauthenticated
+from kvferry.runtime.errors import GroupUnavailable, Unauthenticated, error_of
 from kvferry.runtime.ids import Peer, SequenceKey, TransferId
 from kvferry.runtime.request import SequenceRequest
 from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket

@@ -18,12 +18,11 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kvferry.cluster.legs import error_of
 from kvferry.cluster.supervisor import OnProgress
 from kvferry.cluster.topology import Allotment
 from kvferry.cluster.worker import Failure, Loaded, Started, Worker, WorkerSpec
 from kvferry.runtime.config import EngineConfig
-from kvferry.runtime.errors import GroupUnavailable, ResourceMissing
+from kvferry.runtime.errors import GroupUnavailable, ResourceMissing, error_of
 from kvferry.runtime.ids import Epoch, Peer
 from kvferry.runtime.transfer.ticket import GroupAddress
 

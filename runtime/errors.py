@@ -158,3 +158,18 @@ def leaves(root: type[KvferryError] = KvferryError) -> list[type[KvferryError]]:
     if not children:
         return [root]
     return [leaf for child in children for leaf in leaves(child)]
+
+
+_BY_LABEL = {leaf.label: leaf for leaf in leaves()}
+
+
+def error_of(label: str, message: str) -> KvferryError:
+    """The error that travelled as a label and a message; `GroupDied` for a label that this version does not know."""
+    kind = _BY_LABEL.get(label, GroupDied)
+    if kind is QueueFull:
+        return QueueFull(message, retry_after_s=1.0)
+    error = kind.__new__(kind)
+    Exception.__init__(error, message)
+    if isinstance(error, InvalidArgument):  # its message is already composed: take the field's name back out of it
+        error.field, error.value, error.limit, error.hint = message.partition("=")[0], None, message, ""
+    return error

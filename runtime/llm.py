@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvferry.runtime.engine import Engine
-from kvferry.runtime.errors import InvalidArgument, KvferryError
+from kvferry.runtime.errors import InvalidArgument, KvferryError, error_of
 from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey
 from kvferry.runtime.model.files import resolve_model
 from kvferry.runtime.model.loader import progress_bar
@@ -73,7 +73,7 @@ class _Continuation:
         if self.output.finish_reason is not None:
             return False
         if event.error_label is not None:
-            raise KvferryError(event.error_message or event.error_label)
+            raise error_of(event.error_label, event.error_message or event.error_label)
         if event.position == 0:
             self.num_cached = event.num_cached_tokens
         tokens = [] if event.token_id is None else [event.token_id]

@@ -9,42 +9,17 @@ import torch
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.hashing import hash_root
-from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
+from kvferry.runtime.model.fit import resolve_dtype, resolve_max_context, resolve_num_blocks
 from kvferry.runtime.model.llama import build_model
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
-from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.links import Links
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
-
-
-def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
-    return spec.dtype if config.dtype == "auto" else config.dtype
-
-
-def resolve_max_context(config: EngineConfig, spec: ModelSpec) -> int:
-    """Raises `InvalidArgument` for more than the model was trained for."""
-    wanted = config.scheduler.max_context
-    if wanted is not None and wanted > spec.max_context:
-        raise InvalidArgument("max_context", wanted, f"the model was trained for {spec.max_context} tokens")
-    return wanted or spec.max_context
-
-
-def resolve_num_blocks(config: EngineConfig, layout: KVLayout) -> int:
-    """Raises `InvalidArgument` if not even one block fits."""
-    if config.cache.num_blocks is not None:
-        return config.cache.num_blocks
-    count = config.cache.kv_memory_bytes // layout.block_bytes
-    if count == 0:
-        raise InvalidArgument(
-            "kv_memory_bytes", config.cache.kv_memory_bytes, f"one block takes {layout.block_bytes} bytes"
-        )
-    return count
 
 
 class Rank:

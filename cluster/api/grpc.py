@@ -38,6 +38,8 @@ Context = Any
 """`grpc.aio.ServicerContext`; grpc has no types."""
 _NO_DEADLINE_S = 10 * 365 * 86400.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
+MAX_CALLS = 4096
+"""At a time, of all kinds; one more is refused with RESOURCE_EXHAUSTED. Bounds what clients that never read hold."""
 
 
 class Malformed(msgspec.Struct, frozen=True):
@@ -195,6 +197,7 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
         log.warning("open_door", host=host, meaning="anyone who reaches the port may call; set a token or a client CA")
     server = grpc.aio.server(
         interceptors=interceptors,
+        maximum_concurrent_rpcs=MAX_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", options.max_message_bytes),

@@ -304,9 +304,6 @@ class Inbound:
         events, self._events = self._events, []
         return [msgspec.structs.replace(event, end_ns=now_ns) for event in events]
 
-    def has_news(self) -> bool:
-        return bool(self._discards or self._events)
-
     def take_discards(self) -> list[Discard]:
         """What ranks may forget; goes into the next step."""
         discards, self._discards = self._discards, {}

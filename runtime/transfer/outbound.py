@@ -222,9 +222,6 @@ class Outbound:
         failures, self._failures = self._failures, []
         return failures
 
-    def has_news(self) -> bool:
-        return bool(self._discards or self._failures)
-
     def take_discards(self) -> list[Discard]:
         """What ranks need not send any more; goes into the next step."""
         discards, self._discards = self._discards, {}
