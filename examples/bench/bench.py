@@ -85,7 +85,8 @@ class Bench:
         with kvferry_side.serving(self.model, options) as server:
             mixed = asyncio.run(kvferry_side.one_by_one(server.target, compared, COMPARED_TOKENS))
         self._say("transformers: loading, warm-up")
-        with transformers_side.running(self.model, PEER_THREADS) as peer:
+        with transformers_side.fastest(self.model, PEER_THREADS, compared) as peer:
+            self.results["environment"]["peer_waiting"] = peer.waiting
             expected = peer.generate(compared, COMPARED_TOKENS).token_ids
             for run in range(self.num_runs):
                 options = ["--prefill", "1", "--decode", "1", *self.serve_options]
