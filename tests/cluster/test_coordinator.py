@@ -18,18 +18,10 @@ from kvferry.runtime.errors import (
     QueueFull,
 )
 from kvferry.runtime.ids import SequenceKey
-from kvferry.runtime.request import FinishReason, TokenEvent
+from kvferry.runtime.request import FinishReason
+from tests.support.cluster_world import event, turns
 
 pytestmark = pytest.mark.core
-
-
-def event(key: SequenceKey, position: int, token: int | None, reason: FinishReason | None = None, **more: Any) -> Any:
-    return TokenEvent(key=key, position=position, token_id=token, finish_reason=reason, **more)
-
-
-async def turns(n: int = 5) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
 
 
 def test_ordinary_flow(toy: Any) -> None:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.toy import ROOT, VOCAB, ToyRunner, toy_layout, toy_output
 
 from kvferry.cluster.coordinator import CoordinatorConfig
 from kvferry.cluster.kv_events import KvEventLog
@@ -37,6 +36,7 @@ from kvferry.runtime.transfer.ticket import (
     Ticket,
     TransferEvent,
 )
+from tests.support.toy_engine import ROOT, VOCAB, ToyRunner, toy_layout, toy_output
 
 pytestmark = pytest.mark.core
 LAYOUTS = {

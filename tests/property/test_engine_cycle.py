@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.toy import ToyEngine, toy_address, toy_output, toy_request
 
 from kvferry.runtime.errors import NoFreeBlocks
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.transfer.ticket import ExpectRequest, Received, Sent
+from tests.support.toy_engine import ToyEngine, toy_address, toy_output, toy_request
 
 pytestmark = pytest.mark.core
 

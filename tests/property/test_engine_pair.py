@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.toy import ToyEngine, toy_address, toy_output, toy_request
 
 from kvferry.runtime.errors import CapacityError
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.transfer.ticket import ExpectRequest, Received, Sent, TransferState
+from tests.support.toy_engine import ToyEngine, toy_address, toy_output, toy_request
 
 pytestmark = pytest.mark.core
 TIMEOUT_S = 0.001

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.fake_pool import FakePool
-from support.ledgers import CHAINS, IDS, NEWER, NS, OWN, PICK, RARELY, ROUTES, SOURCES, Key, expect_request
 
 from kvferry.runtime.errors import IncompatiblePeer, NoFreeBlocks, StaleAttempt
 from kvferry.runtime.ids import BlockHash, BlockId, Epoch, Peer, TransferId
@@ -20,6 +18,8 @@ from kvferry.runtime.transfer.ticket import (
     Ticket,
     TransferState,
 )
+from tests.support.fake_pool import FakePool
+from tests.support.ledgers import CHAINS, IDS, NEWER, NS, OWN, PICK, RARELY, ROUTES, SOURCES, Key, expect_request
 
 pytestmark = pytest.mark.core
 

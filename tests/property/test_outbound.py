@@ -9,8 +9,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.fake_pool import FakePool
-from support.ledgers import CHAINS, IDS, NEWER, NS, PICK, RARELY, SOURCES, Key
 
 from kvferry.runtime.ids import BlockHash, BlockId, Peer, TransferId
 from kvferry.runtime.step import Send
@@ -22,6 +20,8 @@ from kvferry.runtime.transfer.ticket import (
     TicketBlock,
     TransferState,
 )
+from tests.support.fake_pool import FakePool
+from tests.support.ledgers import CHAINS, IDS, NEWER, NS, PICK, RARELY, SOURCES, Key
 
 pytestmark = pytest.mark.core
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.toy import ToyEngine, toy_output, toy_request
 
 from kvferry.runtime.ids import SequenceKey
 from kvferry.runtime.request import SequenceRequest
+from tests.support.toy_engine import ToyEngine, toy_output, toy_request
 
 pytestmark = pytest.mark.core
 SYSTEM = list(range(10))

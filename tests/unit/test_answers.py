@@ -9,7 +9,7 @@ from kvferry.runtime.ids import RequestId
 from kvferry.runtime.model.files import resolve_model
 from kvferry.runtime.request import FinishReason, Logprob, Request, SamplingParams, TokenEvent
 from kvferry.runtime.text.tokenizer import Tokenizer, load_tokenizer
-from tests import toy
+from tests.support import toy_shell as toy
 
 
 @pytest.fixture(scope="module")

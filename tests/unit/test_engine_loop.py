@@ -15,7 +15,7 @@ from kvferry.runtime.errors import InvariantBroken, NotFound
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.kv.hashing import hash_chain
 from kvferry.runtime.transfer.ticket import ExpectRequest, LinkDown
-from tests import toy
+from tests.support import toy_shell as toy
 
 pytestmark = pytest.mark.core
 

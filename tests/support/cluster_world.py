@@ -7,17 +7,16 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cluster_toy_engine import ManualPort, ToyGroup
-
 from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
 from kvferry.cluster.messages import Load, StepFrame
 from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import Registry, RegistryConfig
 from kvferry.cluster.router import Router, RouterConfig
 from kvferry.runtime.errors import GroupDied
-from kvferry.runtime.ids import Peer
+from kvferry.runtime.ids import Peer, SequenceKey
 from kvferry.runtime.request import FinishReason, TokenEvent
 from kvferry.runtime.transfer.ticket import Ticket, TransferEvent
+from tests.support.cluster_groups import ManualPort, ToyGroup
 
 START_NS = 1_000_000_000_000
 
@@ -171,3 +170,12 @@ async def collect(stream: Any, n: int) -> list[list[int]]:
         ended[event.key.index] += event.finish_reason is not None
     assert ended == [1] * n
     return outputs
+
+
+def event(key: SequenceKey, position: int, token: int | None, reason: FinishReason | None = None, **more: Any) -> Any:
+    return TokenEvent(key=key, position=position, token_id=token, finish_reason=reason, **more)
+
+
+async def turns(n: int = 5) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)

@@ -7,7 +7,7 @@ import asyncio
 from kvferry.cluster.engine_loop import EngineLoop
 from kvferry.cluster.hub import Hub, PeerServer
 from kvferry.cluster.messages import GroupInfo
-from tests import toy
+from tests.support import toy_shell as toy
 
 SECRET = "s3cret"
 
