@@ -25,7 +25,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Tokens in a block."""
     num_blocks: int | None = None
     """Blocks in the pool; `None`: as many as fit `kv_memory_bytes`."""
-    kv_memory_bytes: int = 384 << 20
+    kv_memory_bytes: int = 320 << 20
     """Bytes of KV of one rank."""
     prefix_caching: bool = True
 
