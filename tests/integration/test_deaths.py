@@ -197,7 +197,7 @@ async def test_all_workers_die(make: Callable[..., Awaitable[Deployment]], llm: 
 async def test_requests_that_end_at_their_first_token_ferry_nothing(
     make: Callable[..., Awaitable[Deployment]], llm: LLM
 ) -> None:
-    """Fault: blocks travel for a request that needs no decode. (Prompts of one chunk that nobody has cached: ADR 0005.)"""
+    """Fault: blocks travel for a request that needs no decode. (Uncached prompts of one chunk: ADR 0005.)"""
     deployment = await make()
     one = SamplingParams(max_tokens=1, temperature=0.0)
     ends = SamplingParams(max_tokens=50, temperature=0.0, logit_bias={EOS: 100.0})

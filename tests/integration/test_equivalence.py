@@ -75,16 +75,14 @@ def crossing_stop(llm: LLM, output: CompletionOutput) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model: str) -> Expected:
+def llm(tiny_model: str) -> LLM:
+    options = {"block_size": BLOCK, "num_blocks": NUM_BLOCKS, "max_batch_tokens": MAX_BATCH_TOKENS}
+    return LLM(tiny_model, dtype="float32", threads=1, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> Expected:
     """The requests, and what one engine without a cluster makes of them."""
-    llm = LLM(
-        tiny_model,
-        dtype="float32",
-        threads=1,
-        block_size=BLOCK,
-        num_blocks=NUM_BLOCKS,
-        max_batch_tokens=MAX_BATCH_TOKENS,
-    )
     rng = random.Random(20)
     prompts = make_prompts(rng)
     rng.shuffle(prompts)
@@ -133,7 +131,7 @@ async def serve_and_compare(
         for got, want, case in zip(outputs, wanted, cases, strict=True):
             assert_same(got, want, case)
         view = await deployment.assert_at_rest()
-    assert (view.num_finished, view.num_failed, view.num_resumed) == (NUM_REQUESTS, 0, 0)
+    assert (view.num_finished, view.num_failed, view.num_resumed) == (len(cases), 0, 0)
     return outputs, view
 
 
@@ -163,14 +161,34 @@ async def test_disaggregated(expected: Expected, tiny_model: str, shared_ray: st
         assert usage.num_output_tokens == sum(len(o.token_ids) for o in output.outputs)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"prefill": 0, "decode": 0, "mixed": 1}, id="mixed"),
+        pytest.param({"disaggregate": "never", "prefix_caching": False}, id="nothing-shared"),
+    ],
+)
+async def test_without_hand_over(expected: Expected, tiny_model: str, shared_ray: str, fields: dict[str, Any]) -> None:
+    """Fault: tokens that depend on where a request runs, or on what is cached there."""
+    outputs, _ = await serve_and_compare(expected, tiny_model, ray_address=shared_ray, **fields)
+    assert num_ferried(outputs) == 0
+    assert any(output.num_cached_tokens for output in outputs) == fields.get("prefix_caching", True)
+
+
 async def test_with_a_pool_so_small_that_sequences_are_preempted(
-    expected: Expected, tiny_model: str, shared_ray: str
+    expected: Expected, llm: LLM, tiny_model: str, shared_ray: str
 ) -> None:
     """Fault: a preempted sequence repeats or changes a token; a block is evicted while somebody needs it."""
-    outputs, view = await serve_and_compare(expected, tiny_model, ray_address=shared_ray, num_blocks=40)
+    num_blocks = 32
+    growing = [
+        Case([i + 1] * 9, SamplingParams(max_tokens=100, ignore_eos=True, temperature=i % 2, seed=i)) for i in range(8)
+    ]
+    wanted = llm.generate([case.prompt for case in growing], [case.sampling for case in growing])
+    cases = growing + expected[0], wanted + expected[1]
+    outputs, view = await serve_and_compare(cases, tiny_model, ray_address=shared_ray, num_blocks=num_blocks)
     assert sum(group.num_preemptions for group in view.groups) > 0
     needed = sum(len(output.prompt_token_ids) // BLOCK for output in outputs)
-    assert needed > 4 * 40, "the pools could hold everything: nothing was evicted"
+    assert needed > 4 * num_blocks, "the pools could hold everything: nothing was evicted"
 
 
 @pytest.mark.parametrize(
