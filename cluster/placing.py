@@ -100,7 +100,8 @@ class Placer:
         tokens = record.shared_tokens(sequences)
         where = decision.prefill or decision.decode
         until_s = 2 * (decision.queue_s + decision.prefill_s) + EXPECTED_BLOCKS_GRACE_S
-        self._index.expect(where, self._hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
+        for peer in {where, decision.decode}:  # a transfer's blocks are shared at its destination as well
+            self._index.expect(peer, self._hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
         self.submit(record, sequences, where, placement, handoff=decision.prefill is not None)
         if decision.prefill is not None:
             await self._ferry(record, placement, tokens)

@@ -4,7 +4,7 @@
 
     queue      tokens waiting before it / prefill rate
     prefill    tokens of the prompt that the group lacks / prefill rate
-    stall      prefill seconds x (1 + sequences that decode on the same group): each of them waits meanwhile, and so
+    stall      prefill seconds x (1 + sequences that decode on the same group now): each of them waits meanwhile, and so
                does whoever comes next, so computing anew what another group holds has its price. A `decode` group
                is kept free for decodes about to arrive and counts at least one. This is what makes prefilling
                elsewhere worth a transfer
@@ -214,7 +214,8 @@ class Router:
         rate = self._rates.prefill_tokens_per_s(member.peer)
         num_tokens = max(1, demand.num_tokens - hits.get(member.peer, 0) * member.info.block_size)
         waiting = max(member.load.waiting_tokens, self._book.booked(member.peer)[0])
-        decoding = self._num_decoding(member)
+        # Who is still to come from a prefill elsewhere does not wait for this one.
+        decoding = self._num_decoding(member) if member.info.role == "prefill" else member.load.num_running
         if member.info.role == "decode":
             decoding = max(1, decoding)
         return waiting / rate, num_tokens / rate, num_tokens / rate * (1 + decoding), num_tokens

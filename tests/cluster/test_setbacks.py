@@ -140,12 +140,12 @@ def test_request_id_that_is_used_again_is_another_request(toy: Any) -> None:
     """Fault: tokens of the former request reached the new one; its transfer counted as over before it began."""
 
     async def main() -> None:
-        async with toy.World() as w:
+        async with toy.World(router=toy.RouterConfig(disaggregate="always")) as w:
             p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
             former = w.coordinator.start(toy.request())
             await turns()
             await former.aclose()
-            stream = w.coordinator.start(toy.request())
+            stream = w.coordinator.start(toy.request(cache_salt="so that it is not thought to be cached"))
             await turns()
             old, new = (s.key for s in p.submitted)
             assert new.attempt > old.attempt
