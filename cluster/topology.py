@@ -24,12 +24,8 @@ class Allotment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def threads_per_rank(num_ranks: int, nodes: Sequence[float]) -> int:
-    """Twice an even share of all cores, at most one node's.
-
-    Groups are seldom all busy at once: when one idles, another has its cores. When none does, threads that do not spin
-    share them at little cost.
-    """
-    return max(1, min(int(max(nodes)), int(2 * sum(nodes)) // num_ranks))
+    """An even share of all cores, at most one node's; threads that outnumber cores only wait for each other."""
+    return max(1, min(int(max(nodes)), int(sum(nodes)) // num_ranks))
 
 
 def allot(groups: Sequence[GroupSpec], threads: int | None, nodes: Sequence[float]) -> list[Allotment]:

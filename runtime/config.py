@@ -39,7 +39,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one step may hold."""
 
-    max_batch_tokens: int = 512
+    max_batch_tokens: int = 256
     """Tokens computed in one step: decodes first, prefill chunks with what is left."""
     max_sequences: int = 64
     """Sequences that hold blocks at the same time."""
