@@ -105,7 +105,7 @@ class Transfers:
                 member.port.renew(transfer_ids, self._timeout_s)
 
     def reported(self, peer: Peer, event: TransferEvent) -> bool:
-        """A group's report. True: an open transfer ended at its destination.
+        """A group's report. True: an open transfer is over.
 
         A source reports only that it cannot send what is missing: the destination must not wait for it.
         """
@@ -115,7 +115,7 @@ class Transfers:
         if peer == transfer.source:
             self.end(transfer, event.reason)
         transfer.arrived = transfer.arrived or peer == transfer.destination
-        return peer == transfer.destination
+        return peer in (transfer.source, transfer.destination)
 
     def open_ids(self) -> set[TransferId]:
         return set(self._open)

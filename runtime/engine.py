@@ -257,7 +257,7 @@ class Engine:
         self._plan.sends += self.outbound.sealed(self.pool.take_sealed())
         for sequence, token in drawn:
             self._deliver(sequence, token, end)
-        transfers = [*self.inbound.take_events(end), *self.outbound.take_events()]
+        transfers = [*self.inbound.take_events(end), *self.outbound.take_events(end)]
         self.meters.transfers(transfers)
         events, self._events = self._events, []
         self._changed = bool(plan.rows or plan.imports or self._plan.sends or stored or reclaimed) or (

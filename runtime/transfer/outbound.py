@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.runtime.ids import BlockHash, BlockId, Peer, TransferId
 from kvferry.runtime.step import Discard, Send
 from kvferry.runtime.transfer.ledger import MAX_REMEMBERED, NS, BlockStore, Counters, EndedTransfers, Key, require
@@ -29,6 +31,7 @@ class _Departure:
 
     key: Key
     destination: Peer
+    begin_ns: int
     deadline_ns: int
     unsent: dict[BlockHash, TicketBlock]
     """In the chain's order."""
@@ -68,6 +71,7 @@ class Outbound:
         departure = _Departure(
             key,
             ticket.destination.peer,
+            now_ns,
             now_ns + int(ticket.timeout_s * NS),
             {block.hash: block for block in sorted(ticket.missing, key=lambda block: block.index)},
         )
@@ -195,7 +199,13 @@ class Outbound:
         if not departure.ended:
             transfer_id, attempt = departure.key
             self._failures.append(
-                TransferEvent(transfer_id=transfer_id, attempt=attempt, state=TransferState.FAILED, reason=reason)
+                TransferEvent(
+                    transfer_id=transfer_id,
+                    attempt=attempt,
+                    state=TransferState.FAILED,
+                    reason=reason,
+                    begin_ns=departure.begin_ns,
+                )
             )
         self._finish(departure)
 
@@ -217,10 +227,10 @@ class Outbound:
             del self._current[departure.key[0]]
         self._ended.add(*departure.key)
 
-    def take_events(self) -> list[TransferEvent]:
-        """Transfers that failed on this side since the last call; the coordinator tells the destination."""
+    def take_events(self, now_ns: int) -> list[TransferEvent]:
+        """Transfers that failed on this side since the last call, stamped with now; the coordinator passes it on."""
         failures, self._failures = self._failures, []
-        return failures
+        return [msgspec.structs.replace(event, end_ns=now_ns) for event in failures]
 
     def take_discards(self) -> list[Discard]:
         """What ranks need not send any more; goes into the next step."""

@@ -212,4 +212,4 @@ async def test_every_transfer_fails(
     prefill = next(group for group in view.groups if group.role == "prefill")
     assert prefill.output_tokens >= 25, "hardly any request was handed over"
     failed = [output for output in outputs if output.timeline.transfer_end_ns is not None]
-    assert failed, "no destination has noticed that a transfer failed"
+    assert failed, "nobody has noticed that a transfer failed"

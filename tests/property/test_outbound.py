@@ -190,9 +190,10 @@ class OutboundMachine(RuleBasedStateMachine):
         alive = {key[0] for key in self.flying} | {key[0] for key, blocks in self.open.items() if blocks}
         assert self.ledger.ids() == sorted(alive)
         failed, self.failed = self.failed, []
-        events = self.ledger.take_events()
+        events = self.ledger.take_events(self.now)
         assert sorted((event.transfer_id, event.attempt) for event in events) == sorted(failed)
         assert all(event.state is TransferState.FAILED and event.reason for event in events)
+        assert all(event.begin_ns <= event.end_ns == self.now for event in events)
         for discard in self.ledger.take_discards():
             assert not self.open.get((discard.transfer_id, discard.attempt)), "a live transfer must not be discarded"
 
