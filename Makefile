@@ -22,7 +22,7 @@ test: check  ## checks, then all tests
 	$(BIN)/python -m pytest -q
 
 test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
-	$(BIN)/python -m pytest -q -m core
+	$(BIN)/python -m pytest -q -m core tests/cluster tests/property tests/unit
 
 check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs
 	$(BIN)/ruff format --check .

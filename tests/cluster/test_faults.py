@@ -332,7 +332,7 @@ async def _life(toy: Any, kind: str, shapes: list[Any], faults: list[Any], laten
     faults=FAULTS,
     latencies=st.lists(st.sampled_from([0.001, 0.005, 0.03]), min_size=4, max_size=4),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_random_lives(toy: Any, kind: str, shapes: list[Any], faults: list[Any], latencies: list[float]) -> None:
     """Streams are exactly-once and equal to the fault-free run, and nothing leaks, under any mix of faults."""
     toy.run(_life(toy, kind, shapes, faults, latencies))
