@@ -23,6 +23,7 @@ from kvferry.cluster.group import exit_process
 from kvferry.cluster.kv_events import KvEventLog
 from kvferry.runtime.errors import FatalError, KvferryError
 from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
+from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import SequenceRequest, TokenEvent
 from kvferry.runtime.transfer.ticket import ExpectRequest, LinkReport, Ticket, TransferEvent
 
@@ -34,13 +35,6 @@ POST_TIMEOUT_S = 15.0
 MAX_REMEMBERED_TRANSFERS = 65536
 
 _log = structlog.get_logger(__name__)
-
-
-class StepOutputLike(Protocol):
-    tokens: list[TokenEvent]
-    transfers: list[TransferEvent]
-    stored: list[BlockHash]
-    removed: list[BlockHash]
 
 
 class EngineLike(Protocol):
@@ -56,7 +50,7 @@ class EngineLike(Protocol):
     def report(self, report: LinkReport) -> None: ...
     def has_work(self) -> bool: ...
     def next_deadline_ns(self) -> int | None: ...
-    def step(self, now_ns: int) -> Any: ...  # StepOutputLike
+    def step(self, now_ns: int) -> StepOutput: ...
     def load(self) -> m.Load: ...
     def audit(self) -> Any: ...  # the fields of `messages.Audit` but `call_id`
     def cached_hashes(self) -> list[BlockHash]: ...
@@ -252,7 +246,7 @@ class EngineLoop:
             del self._transfers[transfer_id, attempt]
             self._engine.end_transfer(transfer_id, attempt, "its gateway is gone")
 
-    def _emit(self, step: StepOutputLike) -> None:
+    def _emit(self, step: StepOutput) -> None:
         tokens: dict[str, list[TokenEvent]] = {}
         for event in step.tokens:
             over = event.finish_reason is not None or event.error_label is not None

@@ -68,7 +68,7 @@ class Engine:
         self.hash_root = hash_root
         self.max_context = min(max_context, num_blocks * layout.block_size)
         self.pool = BlockPool(num_blocks, layout.block_size)
-        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._on_admitted, self._waits_for)
+        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._leave_transfer, self._waits_for)
         self.inbound = Inbound(self.pool)
         self.outbound = Outbound(self.pool, config.transfer.blocks_per_message)
         self.meters = Meters()
@@ -205,9 +205,6 @@ class Engine:
     def _may_start(self, sequence: Sequence) -> bool:
         transfer_id = sequence.request.transfer_id
         return transfer_id is None or not self.inbound.is_waiting(transfer_id)
-
-    def _on_admitted(self, sequence: Sequence) -> None:
-        self._leave_transfer(sequence)
 
     def _waits_for(self, sequence: Sequence, block_hash: BlockHash) -> bool:
         """A prefill leg waits for no transfer: that one's source may be waiting for what the leg sends."""

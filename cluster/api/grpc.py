@@ -180,9 +180,6 @@ class ApiServer:
         self._health.set_serving(False)
         await self._server.stop(grace_s)
 
-    async def wait_closed(self) -> None:
-        await self._server.wait_for_termination()
-
 
 def make_server(service: Service, host: str, port: int, options: ServerOptions | None = None) -> ApiServer:
     """Binds `host:port` (0: a free port, see `ApiServer.port`). Call in the event loop that will serve.

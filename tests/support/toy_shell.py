@@ -8,13 +8,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-
 from kvferry.cluster.messages import GroupInfo, Load
 from kvferry.runtime.errors import CorruptModel, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, Peer, RequestId, SequenceKey
 from kvferry.runtime.kv.hashing import hash_chain, hash_root
 from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import FinishReason, SamplingParams, SequenceRequest, TokenEvent
 from kvferry.runtime.step import Row, SampledToken, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import (
@@ -36,13 +35,6 @@ ROOT = hash_root({"model": "toy"})
 
 def next_token(token_ids: list[int], seed: int = 0) -> int:
     return (sum(token_ids) * 31 + len(token_ids) * 7 + seed) % 97
-
-
-class StepOutput(msgspec.Struct):
-    tokens: list[TokenEvent]
-    transfers: list[TransferEvent]
-    stored: list[BlockHash]
-    removed: list[BlockHash]
 
 
 class ToyRank:
