@@ -86,7 +86,7 @@ class Serve:
 
     dtype: DType = _ENGINE.dtype
     """Number format of weights and KV cache; auto is what the model's files say."""
-    threads: Annotated[int | None, shown("INT", "an even share of the cores")] = _ENGINE.threads
+    threads: Annotated[int | None, shown("INT", "the cores that others leave idle")] = _ENGINE.threads
     """CPU threads of each worker."""
 
     block_size: int = _ENGINE.cache.block_size

@@ -46,7 +46,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
 RAY_CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
-WORKER_ENV = {"OMP_WAIT_POLICY": "passive"}
+WORKER_ENV = {"GOMP_SPINCOUNT": "2000"}
 """Of every worker, before it imports torch. Workers share cores with each other: OpenMP threads that spin at a barrier
 keep the one they wait for from running."""
 

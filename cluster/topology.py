@@ -17,8 +17,8 @@ class Allotment(msgspec.Struct, frozen=True, kw_only=True):
     """One group with what each of its ranks may use."""
 
     spec: GroupSpec
-    threads: int
-    """CPU threads of one rank."""
+    threads: int | None
+    """CPU threads of one rank; `None`: as many as neighbours leave idle."""
     cpus: float
     """What one rank reserves of its Ray node."""
 
@@ -31,16 +31,16 @@ def threads_per_rank(num_ranks: int, nodes: Sequence[float]) -> int:
 def allot(groups: Sequence[GroupSpec], threads: int | None, nodes: Sequence[float]) -> list[Allotment]:
     """`nodes`: free CPUs of each Ray node. Each group lies on one node.
 
-    Reserves as many CPUs as threads where all groups fit so, less where they must share cores. Raises
-    `ResourceMissing` when even `MIN_CPU_SHARE` per rank does not fit.
+    Reserves as many CPUs as threads (`None`: an even share) where all groups fit so, less where they must share
+    cores. Raises `ResourceMissing` when even `MIN_CPU_SHARE` per rank does not fit.
     """
     if not nodes or max(nodes) <= 0:
         raise ResourceMissing("the Ray cluster has no node with a free CPU; start one, or leave --ray-address out")
     num_ranks = sum(group.tp_size for group in groups)
-    threads = threads or threads_per_rank(num_ranks, nodes)
+    share = threads or threads_per_rank(num_ranks, nodes)
     even = int(sum(nodes) / num_ranks * 10) / 10
     missing = groups[0]
-    for cpus in (float(threads), min(float(threads), even), MIN_CPU_SHARE):
+    for cpus in (float(share), min(float(share), even), MIN_CPU_SHARE):
         homeless = _first_that_does_not_fit(groups, cpus, nodes)
         if homeless is None:
             return [Allotment(spec=group, threads=threads, cpus=cpus) for group in groups]

@@ -77,7 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: DType = "auto"
     """`auto`: what the model's files say (bfloat16 for a GGUF file)."""
     threads: int | None = None
-    """CPU threads of one rank; `None`: all cores."""
+    """CPU threads of one rank; `None`: the machine's cores, divided among the ranks that compute at the moment."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()

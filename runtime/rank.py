@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 
 import torch
 
 from kvferry.runtime.config import EngineConfig
+from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import KVStorage
@@ -51,9 +54,12 @@ class Rank:
         self.hash_root = hash_root({"model": model_identity(files), **self.layout.content_fields})
         self.rank = rank
         self._config = config
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._cores = None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        elif device.type == "cpu":
+            self._cores = _core_share(parallel_name or f"{os.getpid()} {id(self)}", tp_size)
         self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
         weights = open_weights(files, self.spec, on_progress)
         try:
@@ -82,10 +88,14 @@ class Rank:
 
     def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
         """One step, in the order that `step.py` states."""
-        links = self._links
+        links, cores = self._links, self._cores
         if links is not None:
             links.begin(plan)
+        if plan.rows and cores is not None and (threads := cores.begin()) != torch.get_num_threads():
+            torch.set_num_threads(threads)
         result = self._runner.execute(plan, samples)
+        if plan.rows and cores is not None:
+            cores.end()
         if links is not None:
             links.finish(plan)
         return result
@@ -95,4 +105,14 @@ class Rank:
             self._links.close()
         if self._transport is not None:
             self._transport.close()
+        if self._cores is not None:
+            self._cores.close()
         self._parallel.close()
+
+
+def _core_share(group: str, size: int) -> CoreShare | None:
+    try:
+        return CoreShare(usable_cores(), group, size)
+    except OSError as error:
+        warnings.warn(f"a step uses {torch.get_num_threads()} threads whatever others do: {error}", stacklevel=2)
+        return None

@@ -31,7 +31,7 @@ def test_laptop_of_two_cores_holds_every_small_deployment(tp_sizes: tuple[int, .
     allotments = allot(specs(*tp_sizes), None, [2.0])
     assert [p.spec.tp_size for p in allotments] == list(tp_sizes)
     assert sum(p.cpus * p.spec.tp_size for p in allotments) <= 2.0
-    assert all(p.cpus > 0 and p.threads == 1 for p in allotments)
+    assert all(p.cpus > 0 and p.threads is None for p in allotments)
 
 
 def test_explicit_threads_win() -> None:

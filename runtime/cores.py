@@ -1,0 +1,112 @@
+"""How many CPU threads a step may use: the cores of a machine, divided among the workers that compute right now.
+
+Workers of one machine share its cores. A fixed share leaves cores idle whenever a neighbour rests (a prefill worker
+once the prompts are computed), and threads that outnumber cores wait for each other. So every worker notes in a small
+file, mapped by all of this user's workers on the machine, until when it counts as busy, and reads the others' notes
+before each step.
+
+    number of slots in use | slot | slot | …        slot:  pid, group, busy until (ns, the machine's monotonic clock)
+
+A note needs no care: one that a dead worker left runs out, and a wrong one costs speed for one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_COUNT = struct.Struct("<q")
+_SLOT = struct.Struct("<qqq")
+_NUM_SLOTS = 1024
+_BYTES = _COUNT.size + _NUM_SLOTS * _SLOT.size
+STEP_NS = 10_000_000_000
+"""A longer step no longer counts as work."""
+LINGER_NS = 20_000_000
+"""For so long after a step its worker still counts as busy: the next one follows at once, as a rule."""
+
+
+def usable_cores() -> int:
+    """Of this machine for this process: its affinity, or less where a container's quota says so."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))  # "max" is no number: no quota
+    return cores
+
+
+@contextlib.contextmanager
+def _locked(file: int) -> Iterator[None]:
+    """Others hold the lock for microseconds. Raises `OSError` after a second, if one of them was stopped with it."""
+    for attempt in range(1, 101):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if attempt == 100:
+                raise
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: the map keeps the file open
+
+
+class CoreShare:
+    """One worker's view of the machine's cores. `begin` and `end` are for the thread that computes."""
+
+    def __init__(self, num_cores: int, group: str, group_size: int = 1, path: Path | None = None) -> None:
+        """`group_size` workers named `group` step together. Raises `OSError` where the file cannot be used."""
+        self._num_cores = num_cores
+        self._group = int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest(), "little")
+        self._group_size = group_size
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(path or Path(tempfile.gettempdir()) / f"kvferry-cores-{os.getuid()}", flags, 0o600)
+        try:
+            if os.fstat(file).st_uid != os.getuid():
+                raise PermissionError(f"the file of core shares belongs to user {os.fstat(file).st_uid}")
+            os.ftruncate(file, _BYTES)
+            self._notes = mmap.mmap(file, _BYTES)
+            with _locked(file):
+                self._at = self._claim()
+        finally:
+            os.close(file)
+
+    def begin(self) -> int:
+        """Says that a step begins. Returns how many threads it may use."""
+        now_ns = time.monotonic_ns()
+        self._note(now_ns + STEP_NS)
+        used = self._notes[_COUNT.size : _COUNT.size + _COUNT.unpack_from(self._notes)[0] * _SLOT.size]
+        others = sum(until_ns > now_ns and group != self._group for _, group, until_ns in _SLOT.iter_unpack(used))
+        return max(1, self._num_cores // (self._group_size + others))
+
+    def end(self) -> None:
+        """The step is over."""
+        self._note(time.monotonic_ns() + LINGER_NS)
+
+    def close(self) -> None:
+        """Gives the slot back. Idempotent."""
+        if not self._notes.closed:
+            _SLOT.pack_into(self._notes, self._at, 0, 0, 0)
+            self._notes.close()
+
+    def _note(self, until_ns: int) -> None:
+        _SLOT.pack_into(self._notes, self._at, os.getpid(), self._group, until_ns)
+
+    def _claim(self) -> int:
+        """Offset of the first slot whose owner is gone."""
+        for slot in range(_NUM_SLOTS):
+            at = _COUNT.size + slot * _SLOT.size
+            pid = _SLOT.unpack_from(self._notes, at)[0]
+            if pid == 0 or not Path(f"/proc/{pid}").exists():
+                _SLOT.pack_into(self._notes, at, os.getpid(), self._group, 0)
+                _COUNT.pack_into(self._notes, 0, max(slot + 1, _COUNT.unpack_from(self._notes)[0]))
+                return at
+        raise OSError(f"all {_NUM_SLOTS} slots for workers of this machine are taken")

@@ -1,0 +1,79 @@
+"""The shares of a machine's cores among the workers that compute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvferry.runtime import cores
+from kvferry.runtime.cores import CoreShare, usable_cores
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def share(stack: ExitStack, path: Path, num_cores: int, group: str, size: int = 1) -> CoreShare:
+    made = CoreShare(num_cores, group, size, path / "notes")
+    stack.callback(made.close)
+    return made
+
+
+def test_an_idle_neighbour_leaves_its_cores(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a decode worker that computes alone uses half of the machine; or two workers all of it, each."""
+    monkeypatch.setattr(cores, "LINGER_NS", 0)
+    one, two = share(stack, tmp_path, 4, "a"), share(stack, tmp_path, 4, "b")
+    assert one.begin() == 4
+    assert two.begin() == 2
+    one.end()
+    time.sleep(0.001)
+    assert two.begin() == 4
+
+
+def test_between_two_steps_a_worker_is_busy(tmp_path: Path, stack: ExitStack) -> None:
+    """Fault: a long step begins in the moment between two short ones and takes all cores for itself."""
+    one, two = share(stack, tmp_path, 2, "a"), share(stack, tmp_path, 2, "b")
+    one.begin()
+    one.end()
+    assert two.begin() == 1
+
+
+def test_ranks_of_a_group_count_as_busy_together(tmp_path: Path, stack: ExitStack) -> None:
+    """Fault: the first rank of a group to begin a step takes all cores, because the others have not begun."""
+    ranks = [share(stack, tmp_path, 4, "a", size=2) for _ in range(2)]
+    assert [rank.begin() for rank in ranks] == [2, 2]
+    assert share(stack, tmp_path, 8, "b").begin() == 2
+    assert share(stack, tmp_path, 1, "c").begin() == 1
+
+
+def test_a_dead_workers_note_runs_out_and_its_slot_is_used_again(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a killed worker counts as busy for ever, or fills the file."""
+    script = (
+        "import os, pathlib; from kvferry.runtime.cores import CoreShare; "
+        f"CoreShare(2, 'dead', 1, pathlib.Path({str(tmp_path / 'notes')!r})).begin(); os._exit(1)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=20).returncode == 1
+    size = os.stat(tmp_path / "notes").st_size
+    other = share(stack, tmp_path, 2, "a")  # takes the dead one's slot, and its note with it
+    assert other.begin() == 2
+    assert os.stat(tmp_path / "notes").st_size == size
+    monkeypatch.setattr(cores, "_NUM_SLOTS", 1)
+    with pytest.raises(OSError, match="all 1 slots"):
+        share(stack, tmp_path, 2, "b")
+
+
+def test_cores_of_this_process() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
