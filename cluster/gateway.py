@@ -314,7 +314,7 @@ class Gateway:
 
     def _loads(self) -> list[tuple[str, str, m.Load]]:
         members = self.registry.members()
-        return [(member.peer.group, member.info.role, member.load) for member in members]
+        return [(member.peer.group, member.role, member.load) for member in members]
 
     def _max_context(self) -> int:
         """Of the model and the options; and a sequence must fit the smallest pool, or it could not move there."""
