@@ -107,13 +107,19 @@ class Generate:
 
         prompt = _standard_input() if self.prompt == "-" else self.prompt
         collector = Collector()
-        live = self.n == 1 and not self.json
+        live, at_line_start = self.n == 1 and not self.json, True
         with self.server.client() as client:
-            for event in client.stream(prompt, n=self.n, **self.sampling.fields()):
-                collector.add(event)
-                if live and isinstance(event, Delta):
-                    sys.stdout.write(event.text)
-                    sys.stdout.flush()
+            try:
+                for event in client.stream(prompt, n=self.n, **self.sampling.fields()):
+                    collector.add(event)
+                    if live and isinstance(event, Delta) and event.text:
+                        sys.stdout.write(event.text)
+                        sys.stdout.flush()
+                        at_line_start = event.text.endswith("\n")
+            except KvferryError:
+                sys.stdout.write("" if at_line_start else "\n")  # the error stands in a line of its own
+                sys.stdout.flush()
+                raise
         if self.json:
             import msgspec
 
