@@ -152,7 +152,8 @@ class Placer:
         transfer_id = transfer.transfer_id if transfer is not None and transfer.open else None
         if handoff:
             transfer_id = record.next_transfer_id()  # begun right after; the group learns of it with the ticket
-        member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id) for s in sequences])
+        now_ns = self._clock.now_ns()
+        member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id, now_ns) for s in sequences])
 
     def _hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:
         is_prompt = tokens is record.request.prompt_token_ids
