@@ -14,6 +14,7 @@ from types import TracebackType
 
 import msgspec
 
+from kvferry.cluster.admission import Admission
 from kvferry.cluster.findings import audit, check_invariants
 from kvferry.cluster.legs import Leg, Record, Sequence, engine_id, leave, request_of
 from kvferry.cluster.messages import Audit, StepFrame
@@ -54,6 +55,10 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A name that no other gateway of the cluster has, so that two requests of one id do not meet in an engine."""
     max_queue_s: float = 120.0
     """A request that is expected to wait longer is refused with `QueueFull`."""
+    priority_step_s: float = 10.0
+    """Head start that a step of priority gives among requests that wait."""
+    max_bypass: int = 16
+    """How many requests may pass one that waits for more room than there is."""
     max_unread_bytes: int = 2 << 20
     """Of one stream; beyond that its request ends with `ClientTooSlow`."""
     retry_budget: int = 3
@@ -93,7 +98,17 @@ class Coordinator:
         self._records: dict[RequestId, Record] = {}
         self._numbers = itertools.count()
         self._transfers = Transfers(registry, config.transfer_timeout_s, config.expect_timeout_s)
-        self._placer = Placer(registry, router, index, self._transfers, clock, config.unavailable_timeout_s)
+        self._admission = Admission(router, config.max_queue_s, config.max_bypass)
+        self._placer = Placer(
+            registry,
+            router,
+            index,
+            self._transfers,
+            clock,
+            self._admission,
+            unavailable_timeout_s=config.unavailable_timeout_s,
+            priority_step_s=config.priority_step_s,
+        )
         self._mover = Mover(
             self._records,
             registry,
@@ -140,11 +155,16 @@ class Coordinator:
     def in_flight(self) -> int:
         return len(self._records)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here for room in some group."""
+        return len(self._admission.line.places)
+
     def start(self, request: Request) -> RequestStream:
         """Takes a request in.
 
-        Raises `QueueFull` above `max_in_flight`, `InvalidArgument` for an id in flight, `GroupUnavailable` when
-        shutting down.
+        Raises `QueueFull` above `max_in_flight`, `max_queue_s` or for a deadline that cannot be met, `InvalidArgument`
+        for an id in flight, `GroupUnavailable` when shutting down.
         """
         if self._closing:
             raise GroupUnavailable("the gateway is shutting down; ask another one")
@@ -152,10 +172,11 @@ class Coordinator:
             raise QueueFull(
                 f"requests in flight={len(self._records)}: at most {self._config.max_in_flight}; retry later",
                 retry_after_s=max(0.1, self._mean_request_s / self._config.max_in_flight),
-            )
+            ).explained(limit="requests")
         name = engine_id(self._config.gateway, request.request_id)
         if name in self._records:
             raise InvalidArgument("request_id", request.request_id, "is in flight already", "use a new id")
+        self._placer.check(request)
         timeline = Timeline(received_ns=request.arrival_ns or self._clock.now_ns())
         record = Record(request, timeline, self._numbers, self._config.gateway)
         for sequence in record.sequences:

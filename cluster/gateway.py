@@ -94,11 +94,13 @@ class Gateway:
                 transfer_timeout_s=config.engine.transfer.timeout_s,
                 max_in_flight=config.limits.max_requests,
                 max_queue_s=config.limits.max_queue_s,
+                priority_step_s=config.engine.scheduler.priority_step_s,
+                max_bypass=config.engine.scheduler.max_bypass,
                 max_unread_bytes=config.limits.max_unread_bytes,
                 retry_budget=config.limits.retry_budget,
             ),
         )
-        self.metrics = Metrics(self._loads)
+        self.metrics = Metrics(self._loads, lambda: self.coordinator.num_waiting)
         self._places: dict[GroupId, _Place] = {}
         self._tasks = asyncio.TaskGroup()
         self._intake = Intake(self.registry, self._index, self.coordinator, self._clock, self._tasks)

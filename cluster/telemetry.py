@@ -67,8 +67,10 @@ class Metrics:
     """Of one gateway. Labels come from closed sets: outcomes (finish reasons and error labels), causes of retries,
     phases, limits that refuse, group ids, roles."""
 
-    def __init__(self, loads: Callable[[], Loads]) -> None:
+    def __init__(self, loads: Callable[[], Loads], num_waiting: Callable[[], int]) -> None:
         self.registry = registry = CollectorRegistry()
+        waiting = Gauge("kvferry_requests_waiting", "Requests that wait at the gateway for room", registry=registry)
+        waiting.set_function(num_waiting)
         self._requests = Counter("kvferry_requests", "Finished requests", ["outcome"], registry=registry)
         self._in_flight = Gauge("kvferry_requests_in_flight", "Requests being served", registry=registry)
         self._ttft = Histogram(
