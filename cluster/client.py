@@ -39,6 +39,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     cache_salt: str | None
     request_id: str | None
+    retry_budget: int | None
     n: int
     temperature: float
     top_p: float
@@ -109,7 +110,7 @@ class _Base:
         """The message and the deadline of a call."""
         rest = dict(options)
         messages, token_ids, timeout_s = (rest.pop(key, None) for key in ("messages", "token_ids", "timeout_s"))
-        fields = {key: rest.pop(key, None) for key in ("priority", "cache_salt", "request_id")}
+        fields = {key: rest.pop(key, None) for key in ("priority", "cache_salt", "request_id", "retry_budget")}
         request = convert.make_request(prompt, messages, token_ids, sampling, fields, rest)
         return request, self._timeout_s if timeout_s is None else timeout_s
 
