@@ -37,7 +37,7 @@ from kvferry.runtime.errors import (
     RetriesExhausted,
     error_of,
 )
-from kvferry.runtime.ids import Peer, RequestId, SequenceKey
+from kvferry.runtime.ids import Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import FinishReason, Request, TokenEvent
 from kvferry.runtime.timeline import Timeline
 
@@ -115,6 +115,9 @@ class Coordinator:
     @property
     def in_flight(self) -> int:
         return len(self._records)
+
+    def open_transfers(self) -> set[TransferId]:
+        return self._transfers.open_ids()
 
     def start(self, request: Request) -> RequestStream:
         """Takes a request in.
