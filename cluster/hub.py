@@ -69,6 +69,10 @@ class Hub:
     def bind(self, inbox: Inbox) -> None:
         self._inbox = inbox
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
     # ------------------------------------------------------------ from the engine's thread
     def output(self, output: Output) -> None:
         self._hand_over(self._on_output, output)
@@ -128,10 +132,10 @@ class Hub:
 
     # ------------------------------------------------------------ gRPC
     def add_to(self, server: grpc.aio.Server) -> None:
-        handler = grpc.stream_stream_rpc_method_handler(self._open)
+        handler = grpc.stream_stream_rpc_method_handler(self.open_stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
-    async def _open(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def open_stream(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         hello = await self._hello(requests, context)
         self._num_opened += 1
         connection = _Connection(f"{hello.gateway}#{self._num_opened}")
