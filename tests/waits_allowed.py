@@ -32,6 +32,7 @@ ALLOWED: dict[str, str] = {
     "cluster/launch.py RunningCluster.usable await asyncio.shield()": "set when the deployment is usable or ends",
     "cluster/launch.py RunningCluster.ended await asyncio.shield()": "serves until it is told to close",
     "cluster/launch.py RunningCluster._until_closed self._closing.wait": "serves until it is told to close",
+    "cluster/launch.py RunningCluster._ray_lost await self._closing.wait()": "serves until it is told to close",
     "cluster/launch.py RunningCluster._until_closed await asyncio.wait()": "serves until it is told to close",
     "cluster/peer_stream.py RemoteGroup._write await self._call.write()": _SILENCE,
     "cluster/peer_stream.py RemoteGroup._write await self._outgoing.get()": _OWN_QUEUE,
