@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 from types import TracebackType
 
 import msgspec
 
-from kvferry.cluster.legs import Leg, Record, Sequence, request_of
+from kvferry.cluster.findings import audit, check_invariants
+from kvferry.cluster.legs import Leg, Record, Sequence, leave, request_of
 from kvferry.cluster.messages import Audit, StepFrame
+from kvferry.cluster.moving import Emptied, Mover, agrees
 from kvferry.cluster.placing import Placer
 from kvferry.cluster.ports import Clock
 from kvferry.cluster.prefix_index import PrefixIndex
@@ -85,14 +88,29 @@ class Coordinator:
         self._numbers = itertools.count()
         self._transfers = Transfers(registry, config.transfer_timeout_s, config.expect_timeout_s)
         self._placer = Placer(registry, router, index, self._transfers, clock, config.unavailable_timeout_s)
+        self._mover = Mover(
+            self._records,
+            registry,
+            router,
+            index,
+            self._transfers,
+            self._placer,
+            clock,
+            self._place_anew,
+            pause_s=config.retry_pause_s,
+            timeout_s=config.transfer_timeout_s,
+        )
         self._tasks = asyncio.TaskGroup()
         self._closing = False
+        self._idle = asyncio.Event()
         self._mean_request_s = 1.0
         self.num_finished = 0
         self.num_failed = 0
         self.num_cancelled = 0
         self.num_resumed = 0
         """Finished requests that outlived a loss."""
+        self.num_moved = 0
+        """Sequences that another group took over while they ran."""
         registry.listen(self._on_change)
 
     async def __aenter__(self) -> Coordinator:
@@ -143,6 +161,24 @@ class Coordinator:
         record.driver = self._tasks.create_task(self._drive(record), name=f"request {request.request_id}")
         return record.stream
 
+    def close_door(self) -> None:
+        """From now on `start` refuses; what runs goes on."""
+        self._closing = True
+
+    async def idle(self) -> None:
+        """Returns once no request is in flight. For one waiter."""
+        while self._records:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def empty(self, peer: Peer, timeout_s: float) -> Emptied:
+        """Has all that runs on a live group go on elsewhere, without a pause where that is possible within `timeout_s`.
+
+        The group gets nothing new from then on. Raises `GroupUnavailable` when no other group could take over; then
+        nothing has changed.
+        """
+        return await self._mover.empty(peer, timeout_s)
+
     def on_frame(self, peer: Peer, frame: StepFrame) -> None:
         """What one engine step brought. Call it after the registry and the index have seen the frame."""
         if frame.epoch != peer.epoch or self._registry.get(peer) is None:
@@ -180,6 +216,9 @@ class Coordinator:
 
     def _lose_group(self, peer: Peer, reason: str) -> None:
         for record in list(self._records.values()):
+            for sequence in record.sequences:
+                if sequence.move is not None and sequence.move.placement.decode == peer:
+                    self._mover.drop(record, sequence)
             for placement in list(record.placements):
                 transfer = placement.transfer
                 if transfer is not None and peer in (transfer.source, transfer.destination):
@@ -206,6 +245,12 @@ class Coordinator:
 
     # ------------------------------------------------------------ events
     def _on_event(self, record: Record, sequence: Sequence, peer: Peer, event: TokenEvent) -> None:
+        move = sequence.move
+        if move is not None and move.leg is not None and move.leg.attempt == event.key.attempt:
+            if agrees(sequence, event):
+                self._take_over(record, sequence)
+            else:
+                self._mover.drop(record, sequence)
         leg = sequence.leg
         if leg is None or leg.peer != peer or leg.attempt != event.key.attempt:
             return
@@ -216,10 +261,12 @@ class Coordinator:
             reason = f"group {peer} skipped from token {len(sequence.tokens)} to {event.position}"
             self._lose(record, sequence, GroupDied(reason))
             return
-        if event.token_id is not None and event.position < len(sequence.tokens):
-            return
         if not leg.reported:
             self._on_first_event(record, sequence, leg, event)
+        if event.token_id is not None and event.position < len(sequence.tokens):
+            if leg.behind and not agrees(sequence, event):  # float rounding
+                self._place_anew(record, sequence)
+            return
         handoff = event.finish_reason is FinishReason.HANDOFF
         if event.token_id is not None:
             record.timeline.first_token_ns = record.timeline.first_token_ns or self._clock.now_ns()
@@ -238,6 +285,16 @@ class Coordinator:
         placement.booking.prefilled()
         if placement.transfer is not None and leg.peer == placement.transfer.destination:
             self._transfers.settle(placement.transfer, sequence.index, adopted=True)
+
+    def _take_over(self, record: Record, sequence: Sequence) -> None:
+        """The leg at the move's destination speaks: it goes on, the other one ends."""
+        move = sequence.move
+        assert move is not None
+        self._cancel(record, [(sequence, sequence.leg)])
+        self._leave(record, sequence)
+        sequence.leg, sequence.move = move.leg, None
+        move.taken_over = True
+        self.num_moved += 1
 
     def _on_error(self, record: Record, sequence: Sequence, error: KvferryError) -> None:
         if isinstance(error, CallerError | EndedError):
@@ -263,16 +320,9 @@ class Coordinator:
     def _leave(self, record: Record, sequence: Sequence) -> Leg | None:
         """The sequence leaves its placement; the last one gives back what the placement holds."""
         leg, sequence.leg = sequence.leg, None
-        if leg is None:
-            return None
-        placement = leg.placement
-        placement.active.discard(sequence.index)
-        placement.booking.sequence_left()
-        if placement.transfer is not None:
-            self._transfers.settle(placement.transfer, sequence.index, adopted=False)
-        if not placement.active:
-            placement.booking.release()
-            record.placements.remove(placement)
+        if leg is not None:
+            sequence.news.set()
+            leave(record, sequence, leg.placement, self._transfers)
         return leg
 
     def _lose(self, record: Record, sequence: Sequence, error: KvferryError, still_there: bool = True) -> None:
@@ -280,11 +330,15 @@ class Coordinator:
         if record.over or sequence.leg is None:
             return
         if still_there:
-            self._cancel(record, [sequence])
+            self._cancel(record, [(sequence, sequence.leg)])
         leg = self._leave(record, sequence)
         assert leg is not None
         sequence.num_retries += 1
         record.timeline.attempts = max(record.timeline.attempts, 1 + sequence.num_retries)
+        if sequence.move is not None and sequence.move.leg is not None:  # it has begun elsewhere already
+            sequence.leg, sequence.move = sequence.move.leg, None
+            return
+        self._mover.drop(record, sequence)
         if sequence.num_retries > self._config.retry_budget:
             self._finish(record, self._exhausted(record, sequence, error))
             return
@@ -292,6 +346,13 @@ class Coordinator:
         if isinstance(error, CapacityError):
             pause_s = self._config.retry_pause_s * 2 ** (sequence.num_retries - 1)
             sequence.pause_until_ns = self._clock.now_ns() + int(pause_s * 1e9)
+        record.wake.set()
+
+    def _place_anew(self, record: Record, sequence: Sequence) -> None:
+        """The sequence goes on somewhere else, as after a loss, but nobody is to blame."""
+        self._mover.drop(record, sequence)
+        self._cancel(record, [(sequence, sequence.leg)])
+        self._leave(record, sequence)
         record.wake.set()
 
     def _exhausted(self, record: Record, sequence: Sequence, error: KvferryError) -> KvferryError:
@@ -304,6 +365,7 @@ class Coordinator:
         """The sequence is complete."""
         sequence.ended = True
         self._leave(record, sequence)
+        self._mover.drop(record, sequence)
         if all(s.ended for s in record.sequences):
             self._finish(record, None)
 
@@ -311,17 +373,17 @@ class Coordinator:
         sequence = record.sequences[index]
         del sequence.tokens[len(sequence.tokens) - num_unread :]
         if not record.over and not sequence.ended:
-            self._cancel(record, [sequence])
+            self._cancel(record, [(sequence, sequence.leg)])
             self._end(record, sequence)
 
     def _close(self, record: Record) -> None:
         self._finish(record, Cancelled(f"request {record.request.request_id}: closed by its consumer"))
 
-    def _cancel(self, record: Record, sequences: list[Sequence]) -> None:
+    def _cancel(self, record: Record, legs: Iterable[tuple[Sequence, Leg | None]]) -> None:
         keys: dict[Peer, list[SequenceKey]] = {}
-        for sequence in sequences:
-            if sequence.leg is not None:
-                keys.setdefault(sequence.leg.peer, []).append(record.key(sequence))
+        for sequence, leg in legs:
+            if leg is not None:
+                keys.setdefault(leg.peer, []).append(record.key(sequence, leg))
         for peer, theirs in keys.items():
             if member := self._registry.get(peer):
                 member.port.cancel(theirs)
@@ -331,9 +393,11 @@ class Coordinator:
         if record.over:
             return
         record.over = True
-        self._cancel(record, record.sequences)
+        self._cancel(record, [(sequence, sequence.leg) for sequence in record.sequences])
         for sequence in record.sequences:
             self._leave(record, sequence)
+            self._mover.drop(record, sequence)
+        self._idle.set()
         del self._records[record.request.request_id]
         record.timeline.finished_ns = self._clock.now_ns()
         self._count(record, error)
@@ -364,27 +428,8 @@ class Coordinator:
         """Recomputes what is derived. For tests and audits."""
         self._router.check_invariants()
         self._index.check_invariants()
-        placements = [p for record in self._records.values() for p in record.placements]
-        assert len(placements) == self._router.num_bookings, "bookings differ from placements"
-        needed = {p.transfer.transfer_id for p in placements if p.transfer is not None and p.transfer.open}
-        assert needed == self._transfers.open_ids(), "open transfers differ from those that placements need"
-        for record in self._records.values():
-            for s in record.sequences:
-                assert s.leg is None or s.index in s.leg.placement.active, f"{s.index}: a leg without a placement"
+        check_invariants(self._records.values(), self._transfers.open_ids(), self._router.num_bookings)
 
     def audit(self, groups: dict[Peer, Audit]) -> list[str]:
         """What groups hold that no request here owns, in words; at rest, and with one gateway, empty."""
-        keys = {r.key(s) for r in self._records.values() for s in r.sequences if s.leg is not None}
-        transfers = self._transfers.open_ids()
-        findings: list[str] = []
-        if not self._records and self._router.num_bookings:
-            findings.append(f"router: {self._router.num_bookings} bookings without a request")
-        for peer, held in groups.items():
-            findings += [f"{peer}: {fault}" for fault in held.broken]
-            findings += [f"{peer}: runs {key}, which nobody waits for" for key in held.sequences if key not in keys]
-            for transfer_id in (*held.inbound, *held.outbound):
-                if transfer_id not in transfers:
-                    findings.append(f"{peer}: holds transfer {transfer_id}, which nobody waits for")
-            if not held.sequences and not held.inbound and not held.outbound and held.num_leased_blocks:
-                findings.append(f"{peer}: {held.num_leased_blocks} blocks are leased to nobody")
-        return findings
+        return audit(self._records.values(), self._transfers.open_ids(), self._router.num_bookings, groups)

@@ -22,6 +22,7 @@ from kvferry.cluster import messages as m
 from kvferry.cluster.answers import Answer
 from kvferry.cluster.config import GroupSpec, ServeConfig
 from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
+from kvferry.cluster.intake import Intake
 from kvferry.cluster.peer_stream import RemoteGroup
 from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import GroupState, Registry, RegistryConfig
@@ -46,7 +47,6 @@ from kvferry.runtime.text.tokenizer import Tokenizer
 AUDIT_TIMEOUT_S = 5.0
 AUDIT_TRIES = 4
 AUDIT_PAUSE_S = 0.3
-SNAPSHOT_TIMEOUT_S = 10.0
 LONG_PROMPT_CHARS = 20_000
 """Longer prompts are tokenised in another thread, so that other requests' tokens go on meanwhile."""
 
@@ -93,8 +93,8 @@ class Gateway:
         )
         self.metrics = Metrics(self._loads)
         self._places: dict[GroupId, _Place] = {}
-        self._snapshots: set[Peer] = set()
         self._tasks = asyncio.TaskGroup()
+        self._intake = Intake(self.registry, self._index, self.coordinator, self._clock, self._tasks)
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
@@ -289,23 +289,7 @@ class Gateway:
         self.coordinator.on_group_down(peer, reason)
 
     def on_frame(self, port: RemoteGroup, frame: m.StepFrame) -> None:
-        peer = port.peer
-        if not self.registry.on_frame(peer, frame, self._clock.now_ns()):
-            return
-        if self._index.apply(peer, frame.seq, frame.kv) and peer not in self._snapshots:
-            self._snapshots.add(peer)
-            self._tasks.create_task(self._snapshot(port), name=f"snapshot {peer}")
-        self.coordinator.on_frame(peer, frame)
-
-    async def _snapshot(self, port: RemoteGroup) -> None:
-        """One at a time per group; if it was not enough, the next frame asks again."""
-        try:
-            snapshot = await port.snapshot(SNAPSHOT_TIMEOUT_S)
-            self._index.snapshot(port.peer, snapshot.seq, snapshot.hashes)
-        except GroupUnavailable as error:
-            _log.info("no_snapshot", peer=str(port.peer), reason=str(error))
-        finally:
-            self._snapshots.discard(port.peer)
+        self._intake.on_frame(port, frame)
 
     # ------------------------------------------------------------ inside
     def loading(self) -> list[tuple[GroupId, float]]:
@@ -314,7 +298,7 @@ class Gateway:
 
     def _loads(self) -> list[tuple[str, str, m.Load]]:
         members = self.registry.members()
-        return [(member.peer.group, member.info.role, member.load) for member in members]
+        return [(member.peer.group, member.role, member.load) for member in members]
 
     def _max_context(self) -> int:
         """Of the model and the options; and a sequence must fit the smallest pool, or it could not move there."""

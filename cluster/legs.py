@@ -4,6 +4,9 @@
         ▲                       │                         │
         └──── its group was lost, refused it, or the decode group is not there
 
+A decode leg may move: its blocks are sent to another group, a second leg begins there, and takes over with its first
+event (see `moving.py`).
+
 A leg is one sequence on one group at one attempt; every leg has an attempt number of its own, so whatever an earlier
 leg still says is recognised and dropped, also when a client uses a request's id again. A placement is one routing
 decision and the sequences that follow it.
@@ -18,7 +21,7 @@ from collections.abc import Sequence as AbstractSequence
 from kvferry.cluster.router import Demand
 from kvferry.cluster.router_load import Booking
 from kvferry.cluster.stream import RequestStream
-from kvferry.cluster.transfers import Transfer
+from kvferry.cluster.transfers import Transfer, Transfers
 from kvferry.runtime.ids import BlockHash, Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import Request, SequenceRequest, TokenEvent, Usage
 from kvferry.runtime.timeline import Timeline
@@ -53,6 +56,18 @@ class Leg:
         self.placement = placement
         self.reported = False
         """Its first event came."""
+        self.behind = False
+        """It began with fewer tokens than have been delivered since; what it draws again must be the same."""
+
+
+class Move:
+    """A sequence on its way to another group, while its present leg goes on."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.leg: Leg | None = None
+        """At the destination, once its blocks are there."""
+        self.taken_over = False
 
 
 class Sequence:
@@ -63,6 +78,9 @@ class Sequence:
         self.tokens: list[int] = []
         """Delivered."""
         self.leg: Leg | None = None
+        self.move: Move | None = None
+        self.news = asyncio.Event()
+        """Set when its leg has spoken for the first time or is gone, and when its move has come further."""
         self.ended = False
         self.num_retries = 0
         self.avoid: set[Peer] = set()
@@ -76,7 +94,8 @@ class Record:
     def __init__(self, request: Request, timeline: Timeline, numbers: Iterator[int]) -> None:
         self.request = request
         self._numbers = numbers
-        self._number = next(numbers)
+        self.order = next(numbers)
+        """Of arrival at this gateway."""
         self.timeline = timeline
         self.sequences = [Sequence(i) for i in range(request.sampling.n)]
         self.placements: list[Placement] = []
@@ -122,9 +141,13 @@ class Record:
         left = self.request.sampling.max_tokens - min(len(s.tokens) for s in sequences)
         return Demand(len(self.shared_tokens(sequences)), len(sequences), left)
 
-    def key(self, sequence: Sequence) -> SequenceKey:
-        assert sequence.leg is not None
-        return SequenceKey(self.request.request_id, sequence.index, sequence.leg.attempt)
+    def legs(self) -> list[tuple[Sequence, Leg]]:
+        """All of them, those of moves as well."""
+        legs = [(s, leg) for s in self.sequences for leg in (s.leg, s.move.leg if s.move else None)]
+        return [(sequence, leg) for sequence, leg in legs if leg is not None]
+
+    def key(self, sequence: Sequence, leg: Leg) -> SequenceKey:
+        return SequenceKey(self.request.request_id, sequence.index, leg.attempt)
 
     def usage(self) -> Usage:
         num_prompt = len(self.request.prompt_token_ids)
@@ -137,22 +160,29 @@ class Record:
         )
 
     def next_transfer_id(self) -> TransferId:
-        return TransferId(f"{self.request.request_id}/{self._number}.{self.num_transfers}")
+        return TransferId(f"{self.request.request_id}/{self.order}.{self.num_transfers}")
 
     # ------------------------------------------------------------ changes
+    def new_leg(self, peer: Peer, placement: Placement) -> Leg:
+        return Leg(peer, next(self._numbers), placement)
+
     def begin_leg(
         self, sequence: Sequence, peer: Peer, placement: Placement, handoff: bool, transfer_id: TransferId | None
     ) -> SequenceRequest:
-        """The sequence runs on `peer` from now on; returns what the group must be told.
+        """The sequence runs on `peer` from now on; returns what the group must be told."""
+        assert sequence.leg is None
+        assert not sequence.ended
+        sequence.leg = self.new_leg(peer, placement)
+        return self.work(sequence, sequence.leg, handoff, transfer_id)
+
+    def work(self, sequence: Sequence, leg: Leg, handoff: bool, transfer_id: TransferId | None) -> SequenceRequest:
+        """What the leg's group must be told.
 
         `transfer_id`: the transfer that brings its blocks, or with `handoff` the one that carries them away.
         """
-        assert sequence.leg is None
-        assert not sequence.ended
-        sequence.leg = Leg(peer, next(self._numbers), placement)
         request = self.request
         return SequenceRequest(
-            key=self.key(sequence),
+            key=self.key(sequence, leg),
             prompt_token_ids=request.prompt_token_ids,
             sampling=request.sampling,
             eos_token_ids=request.eos_token_ids,
@@ -169,6 +199,7 @@ class Record:
     def note_first_event(self, sequence: Sequence, leg: Leg, event: TokenEvent) -> None:
         """A leg was admitted and its prompt computed: timeline and usage."""
         leg.reported = True
+        sequence.news.set()
         sequence.avoid.clear()
         if sequence.index == 0 and self._num_cached is None:
             self._num_cached = event.num_cached_tokens
@@ -184,5 +215,17 @@ class Record:
     def note_transfer(self, event: TransferEvent) -> None:
         self._num_ferried_blocks += event.num_blocks
         self._ferried_bytes += event.num_bytes
-        self.timeline.transfer_begin_ns = self.timeline.transfer_begin_ns or event.begin_ns
-        self.timeline.transfer_end_ns = event.end_ns
+        if self.timeline.decode_begin_ns is None:  # later ones are moves
+            self.timeline.transfer_begin_ns = self.timeline.transfer_begin_ns or event.begin_ns
+            self.timeline.transfer_end_ns = event.end_ns
+
+
+def leave(record: Record, sequence: Sequence, placement: Placement, transfers: Transfers) -> None:
+    """The sequence does not follow the placement any more; the last one gives back what it holds."""
+    placement.active.discard(sequence.index)
+    placement.booking.sequence_left()
+    if placement.transfer is not None:
+        transfers.settle(placement.transfer, sequence.index, adopted=False)
+    if not placement.active:
+        placement.booking.release()
+        record.placements.remove(placement)

@@ -85,7 +85,7 @@ class Placer:
         members = self._registry.routable()
         if not members:
             return None
-        hits = self._index.longest_prefix(self._hashes(record, record.shared_tokens(sequences)), now_ns)
+        hits = self._index.longest_prefix(self.hashes(record, record.shared_tokens(sequences)), now_ns)
         avoid = set[Peer]().union(*(s.avoid for s in sequences))
         return self._router.route(record.demand(sequences), members, hits, avoid)
 
@@ -101,7 +101,7 @@ class Placer:
         where = decision.prefill or decision.decode
         until_s = 2 * (decision.queue_s + decision.prefill_s) + EXPECTED_BLOCKS_GRACE_S
         for peer in {where, decision.decode}:  # a transfer's blocks are shared at its destination as well
-            self._index.expect(peer, self._hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
+            self._index.expect(peer, self.hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
         self.submit(record, sequences, where, placement, handoff=decision.prefill is not None)
         if decision.prefill is not None:
             await self._ferry(record, placement, tokens)
@@ -113,7 +113,7 @@ class Placer:
             return
         sequences = record.on(prefill.peer, placement)
         tokens = record.shared_tokens(sequences)
-        hits = self._index.longest_prefix(self._hashes(record, tokens), self._clock.now_ns())
+        hits = self._index.longest_prefix(self.hashes(record, tokens), self._clock.now_ns())
         others = [m for m in self._registry.routable() if m.peer not in placement.refused]
         decision = self._router.route_decode(record.demand(sequences), prefill, others, hits)
         if decision is None:
@@ -154,7 +154,8 @@ class Placer:
             transfer_id = record.next_transfer_id()  # begun right after; the group learns of it with the ticket
         member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id) for s in sequences])
 
-    def _hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:
+    def hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:
+        """Of the tokens' full blocks."""
         is_prompt = tokens is record.request.prompt_token_ids
         if is_prompt and record.prompt_hashes is not None:
             return record.prompt_hashes

@@ -109,8 +109,8 @@ class Router:
         live = _preferred(members, avoid)
         if demand.max_new_tokens <= 1:
             return self._cheapest([self._whole(demand, m, hits, "one token: no decode phase") for m in live])
-        decoders = [m for m in live if m.info.role != "prefill"]
-        prefillers = [m for m in live if m.info.role != "decode"]
+        decoders = [m for m in live if m.role != "prefill"]
+        prefillers = [m for m in live if m.role != "decode"]
         if not decoders:
             return self._cheapest([self._whole(demand, m, hits, "no decode group lives") for m in live])
         why = "cheapest on one group" if prefillers else "no prefill group lives"
@@ -124,8 +124,17 @@ class Router:
         self, demand: Demand, prefill: Member, members: Sequence[Member], hits: Mapping[Peer, int]
     ) -> RoutingDecision | None:
         """Another decode group for what `prefill` is computing already; `None` if no other lives."""
-        decoders = [m for m in _preferred(members, ()) if m.info.role != "prefill" and m.peer != prefill.peer]
+        decoders = [m for m in _preferred(members, ()) if m.role != "prefill" and m.peer != prefill.peer]
         return self._cheapest([self._pair(demand, prefill, m, hits, "decode group lost") for m in decoders])
+
+    def route_move(
+        self, demand: Demand, source: Member, members: Sequence[Member], hits: Mapping[Peer, int], avoid: Iterable[Peer]
+    ) -> RoutingDecision | None:
+        """Where a sequence of `source` may go on once its blocks were sent; `None` if nobody else lives."""
+        others = _preferred([m for m in members if m.peer != source.peer], avoid)
+        homes = [m for m in others if m.role != "prefill"] or others
+        best = self._cheapest([self._pair(demand, source, m, hits, "moved") for m in homes])
+        return None if best is None else msgspec.structs.replace(best, prefill=None, num_prefill_tokens=0)
 
     # ------------------------------------------------------------ load
     def book(self, decision: RoutingDecision) -> Booking:
@@ -215,8 +224,8 @@ class Router:
         num_tokens = max(1, demand.num_tokens - hits.get(member.peer, 0) * member.info.block_size)
         waiting = max(member.load.waiting_tokens, self._book.booked(member.peer)[0])
         # Who is still to come from a prefill elsewhere does not wait for this one.
-        decoding = self._num_decoding(member) if member.info.role == "prefill" else member.load.num_running
-        if member.info.role == "decode":
+        decoding = self._num_decoding(member) if member.role == "prefill" else member.load.num_running
+        if member.role == "decode":
             decoding = max(1, decoding)
         return waiting / rate, num_tokens / rate, num_tokens / rate * (1 + decoding), num_tokens
 
@@ -226,7 +235,7 @@ class Router:
 
     def _num_decoding(self, member: Member) -> int:
         # What runs on a prefill group is prefill, which counts as queue; only what was placed there to stay decodes.
-        reported = 0 if member.info.role == "prefill" else member.load.num_running
+        reported = 0 if member.role == "prefill" else member.load.num_running
         return max(reported, self._book.booked(member.peer)[1])
 
     def _cheapest(self, options: list[RoutingDecision]) -> RoutingDecision | None:

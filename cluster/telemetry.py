@@ -17,6 +17,8 @@ from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.request import Usage
 from kvferry.runtime.timeline import Timeline
 
+STOP_TIMEOUT_S = 5.0
+
 
 def configure_logging(*, json: bool, level: str = "info", context: dict[str, Any] | None = None) -> None:
     """Events with fields on stderr, as lines or as JSON. `context` is bound to all events of the process."""
@@ -87,7 +89,7 @@ class Metrics:
         def stop() -> None:
             server.shutdown()
             server.server_close()
-            thread.join()
+            thread.join(STOP_TIMEOUT_S)
 
         return stop
 
