@@ -27,12 +27,13 @@ test: check  ## checks, then all tests
 test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
 	$(BIN)/python -m pytest -q -m core tests/cluster tests/property tests/unit
 
-check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs
+check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs, waits
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/check_tree.py
+	$(BIN)/python tests/check_waits.py
 
 format: $(VENV)/.installed  ## rewrite files in the house's format
 	$(BIN)/ruff format .

@@ -16,7 +16,8 @@ import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
-from kvferry.cluster.engine_loop import POST_TIMEOUT_S, GatewayClosed, Output
+from kvferry.cluster.engine_driver import GatewayClosed, Output
+from kvferry.cluster.engine_loop import POST_TIMEOUT_S
 from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE
 
 HELLO_TIMEOUT_S = 10.0

@@ -215,17 +215,17 @@ async def start_cluster(
 async def _ray(config: ServeConfig) -> AsyncIterator[list[float]]:
     """A connection to Ray; yields the CPUs of each node."""
     try:
-        yield await asyncio.to_thread(_connect, config.ray_address)
+        yield await asyncio.to_thread(_connect, config.ray_address, config.log_json)
     finally:
         await asyncio.to_thread(_disconnect)
 
 
-def _connect(address: str | None) -> list[float]:
+def _connect(address: str | None, log_json: bool) -> list[float]:
     root = str(Path(kvferry.__file__).absolute().parent.parent)  # not this file's folder: it is behind a symbolic link
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     python_path = os.pathsep.join([root, *(folder for folder in folders if folder and folder != root)])
     options: dict[str, Any] = {
-        "log_to_driver": True,
+        "log_to_driver": not log_json,  # Ray's lines are no JSON
         "logging_level": logging.ERROR,
         "configure_logging": False,
         "runtime_env": {"env_vars": WORKER_ENV | {"PYTHONPATH": python_path}},
