@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.kernels.cpu.operations import DTYPES, kernels
+from kvferry.kernels.cpu.operations import DTYPES
 
 _CHUNK, _TILE_ROWS = 128, 96
 """As in `api.h`."""
@@ -37,13 +37,20 @@ class Contexts:
     """Where the rows' contexts lie; made once per step, used by every layer. Not safe for several threads."""
 
     def __init__(
-        self, tables: Sequence[Ints], num_queries: Ints, start: Ints, slots: Ints, shape: tuple[int, int, int, int]
+        self,
+        lib: ctypes.CDLL,
+        tables: Sequence[Ints],
+        num_queries: Ints,
+        start: Ints,
+        slots: Ints,
+        shape: tuple[int, int, int, int],
     ) -> None:
         """Per row: its blocks `tables`, how many tokens it has here, and the position of their first `[R]`.
 
         slots: per token, counted in elements from the layer's first, where its first key head goes `[T]`.
         shape: of a block: elements, N, B, D.
         """
+        self._lib = lib
         self._num_queries, self._start, self._slots = num_queries, start, slots
         self._tables, self._shape = tables, shape
         self._struct: _Struct | None = None
@@ -70,7 +77,7 @@ class Contexts:
         num_heads = width - 2 * self._shape[1]
         struct = self._struct or self._prepare(num_heads)
         out = qkv.new_empty((num_tokens, num_heads, head_dim))
-        kernels().kvferry_attend(
+        self._lib.kvferry_attend(
             DTYPES[qkv.dtype],
             ctypes.byref(struct),
             qkv.data_ptr(),
@@ -107,7 +114,7 @@ class Contexts:
         }
         scores = int((self._num_queries * (self._start + self._num_queries)).sum()) * kv_heads
         self._num_threads = torch.get_num_threads() if scores >= _PARALLEL_SCORES else 1
-        scratch_floats = kernels().kvferry_scratch_floats(tile_queries * group, head_dim)
+        scratch_floats = self._lib.kvferry_scratch_floats(tile_queries * group, head_dim)
         scratch = torch.empty((self._num_threads, scratch_floats))
         partials = torch.empty((int(split.sum()), num_heads, head_dim + 2))
         pending = torch.zeros((len(tiles), kv_heads), dtype=torch.int32)

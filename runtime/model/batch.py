@@ -7,6 +7,7 @@ of similar length, then each longer row ("prefill") by itself, those with a cach
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 
 from kvferry.kernels.attention import PagedRows
 from kvferry.kernels.cpu.attention import Contexts
-from kvferry.kernels.cpu.operations import covers
+from kvferry.kernels.cpu.available import kernels_for
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.step import Row
@@ -98,8 +99,9 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
     write_index = storage.slot_index(blocks, positions % block_size)
     contexts = None
     parts: tuple[list[DecodePart], list[PrefixedPart], list[slice]] = ([], [], [])
-    if covers(storage.blocks, storage.layout.head_dim):
-        contexts = _contexts(ordered, lengths, write_index, storage)
+    lib = kernels_for(storage.blocks, storage.layout.head_dim)
+    if lib is not None:
+        contexts = _contexts(lib, ordered, lengths, write_index, storage)
     else:
         parts = _parts(decode, prefill, (stops - lengths)[len(decode) :].tolist(), storage)
     return Batch(
@@ -117,13 +119,17 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
 
 
 def _contexts(
-    ordered: list[_Table], lengths: npt.NDArray[np.int64], write_index: npt.NDArray[np.int64], storage: KVStorage
+    lib: ctypes.CDLL,
+    ordered: list[_Table],
+    lengths: npt.NDArray[np.int64],
+    write_index: npt.NDArray[np.int64],
+    storage: KVStorage,
 ) -> Contexts:
     layout = storage.layout
     start = np.array([t.row.start for t in ordered])
     slots = write_index[:, 0] * layout.head_dim
     shape = storage.blocks[0].numel(), layout.rank_heads, layout.block_size, layout.head_dim
-    return Contexts([t.block_ids for t in ordered], lengths, start, slots, shape)
+    return Contexts(lib, [t.block_ids for t in ordered], lengths, start, slots, shape)
 
 
 def _parts(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvferry.kernels import reference
 from kvferry.kernels.activation import silu_mul
 from kvferry.kernels.cpu import attention, operations
-from kvferry.kernels.cpu.library import library
+from kvferry.kernels.cpu.available import kernels_for, library
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import inverse_frequencies, rope_angles
 from kvferry.runtime.ids import BlockId
@@ -233,11 +233,11 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
 
 
 def test_dtypes_and_widths_without_kernels_take_the_path_of_torch() -> None:
-    assert not operations.covers(torch.ones(1, 64, dtype=torch.float16), 64)
-    assert not operations.covers(torch.ones(1, 60), 60)
-    assert not operations.covers(torch.ones(1, 64, device="meta"), 64)
+    assert not kernels_for(torch.ones(1, 64, dtype=torch.float16), 64)
+    assert not kernels_for(torch.ones(1, 60), 60)
+    assert not kernels_for(torch.ones(1, 64, device="meta"), 64)
     x, delta = torch.randn(3, 30), torch.randn(3, 30)
     expected = reference.rms_norm(x + delta, torch.ones(30), 1e-6)
     torch.testing.assert_close(add_norm_(x, delta, torch.ones(30), 1e-6).double(), expected, rtol=1e-5, atol=1e-6)
     with torch_alone():
-        assert not operations.covers(torch.ones(1, 64), 64)
+        assert not kernels_for(torch.ones(1, 64), 64)

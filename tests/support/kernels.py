@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.kernels.cpu import operations
-from kvferry.kernels.cpu.library import library
+from kvferry.kernels.cpu import available
+from kvferry.kernels.cpu.available import library
 
 
 @contextlib.contextmanager
 def torch_alone() -> Iterator[None]:
     """As on a machine where the kernels were not built."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "library", lambda: None)
+        patch.setattr(available, "library", lambda: None)
         yield
 
 
