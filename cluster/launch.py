@@ -244,10 +244,12 @@ def _connect(address: str | None) -> list[float]:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it is not in the main thread
+    before = psutil.Process().children(recursive=True)
     try:
         ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # plain ones, too: "The current node timed out during startup"
         if address is None:
+            _kill_half_started(before)
             raise ResourceMissing(f"Ray did not start on this machine: {error}") from error
         raise InvalidArgument(
             "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
@@ -315,6 +317,16 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
             await asyncio.gather(show, return_exceptions=True)
         _log.info("serving", target=cluster.target, model=config.model, after_s=round(time.monotonic() - begin, 1))
         await cluster.ended()
+
+
+def _kill_half_started(before: list[psutil.Process]) -> None:
+    """Ray forgets the processes of a start that failed halfway; they would live as long as this one."""
+    ours = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    for child in ours:
+        with contextlib.suppress(psutil.Error):
+            if "ray" in " ".join(child.cmdline()):
+                child.kill()
+    psutil.wait_procs(ours, timeout=RAY_CONNECT_TIMEOUT_S)
 
 
 def _kill_children() -> None:

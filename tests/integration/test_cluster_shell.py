@@ -17,7 +17,14 @@ from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.launch import Parts, RunningCluster, start_cluster
 from kvferry.cluster.service import Completed, Delta, GenerateCall, StreamEvent
 from kvferry.cluster.supervisor import SupervisorPolicy
-from kvferry.runtime.errors import CorruptModel, GroupUnavailable, InvalidArgument, KvferryError, NotFound
+from kvferry.runtime.errors import (
+    CorruptModel,
+    GroupUnavailable,
+    InvalidArgument,
+    KvferryError,
+    NotFound,
+    ResourceMissing,
+)
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import SamplingParams
 from tests.support import toy_shell as toy
@@ -202,3 +209,18 @@ async def test_signal_ends_the_server_and_all_its_processes(number: signal.Signa
 async def test_missing_model_is_refused_at_once() -> None:
     with pytest.raises(NotFound):
         await start_cluster(ServeConfig(model="/no/such/folder"))
+
+
+async def test_ray_that_starts_halfway_is_a_failure_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: on a slow machine Ray gives up its own start with a bare exception, and leaves what it had started."""
+    import ray._private.services as services
+
+    def never(*_: Any, **__: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(services, "get_node", never)
+    cluster = await start_cluster(config(), parts=TOYS)
+    with pytest.raises(ResourceMissing, match="timed out"):
+        await cluster.usable()
+    with pytest.raises(ResourceMissing):
+        await cluster.close()
