@@ -111,6 +111,12 @@ class Generate:
     """Number of continuations; more than one are printed at the end."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object at the end instead: texts, token ids, usage, timeline."""
+    timeline: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Afterwards say on standard error where the time went, and what had to begin anew and why."""
+    priority: int = 0
+    """Smaller is sooner; a step is a head start of some seconds."""
+    retry_budget: Annotated[int | None, shown("INT", "what the server allows")] = None
+    """How often the answer may begin anew on other workers after a loss."""
     sampling: Sampling = field(default_factory=Sampling)
     server: Server = field(default_factory=Server)
 
@@ -120,13 +126,20 @@ class Generate:
 
         prompt = _standard_input() if self.prompt == "-" else self.prompt
         collector = Collector()
-        live = self.n == 1 and not self.json
+        live, at_line_start = self.n == 1 and not self.json, True
         with self.server.client() as client:
-            for event in client.stream(prompt, n=self.n, **self.sampling.fields()):
-                collector.add(event)
-                if live and isinstance(event, Delta):
-                    sys.stdout.write(event.text)
-                    sys.stdout.flush()
+            options = {"priority": self.priority, "retry_budget": self.retry_budget, **self.sampling.fields()}
+            try:
+                for event in client.stream(prompt, n=self.n, **options):
+                    collector.add(event)
+                    if live and isinstance(event, Delta) and event.text:
+                        sys.stdout.write(event.text)
+                        sys.stdout.flush()
+                        at_line_start = event.text.endswith("\n")
+            except KvferryError:
+                sys.stdout.write("" if at_line_start else "\n")  # the error stands in a line of its own
+                sys.stdout.flush()
+                raise
         if self.json:
             import msgspec
 
@@ -134,6 +147,10 @@ class Generate:
         elif not live:
             sys.stdout.write("\n".join(f"[{output.index}] {output.text}" for output in collector.output.outputs))
         sys.stdout.write("\n")
+        if self.timeline and collector.output.timeline is not None:
+            from kvferry.cluster.cli_status import show_timeline
+
+            show_timeline(collector.output.timeline)
 
 
 def _standard_input() -> str:
@@ -213,6 +230,9 @@ def _summary(completed: Completed) -> str:
         if timeline.finished_ns is not None and timeline.finished_ns > timeline.first_token_ns:
             seconds = (timeline.finished_ns - timeline.first_token_ns) / 1e9
             parts.append(f"{(usage.num_output_tokens - 1) / seconds:.1f} tokens/s")
+    if timeline.attempts > 1:
+        causes = ", ".join(dict.fromkeys(setback.cause.value for setback in timeline.setbacks))
+        parts.append(f"{timeline.attempts} attempts ({causes})")
     return ", ".join(parts)
 
 

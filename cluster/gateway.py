@@ -89,9 +89,18 @@ class Gateway:
             Router(RouterConfig(disaggregate=config.disaggregate)),
             self._index,
             self._clock,
-            CoordinatorConfig(transfer_timeout_s=config.engine.transfer.timeout_s),
+            CoordinatorConfig(
+                gateway=secrets.token_hex(4),
+                transfer_timeout_s=config.engine.transfer.timeout_s,
+                max_in_flight=config.limits.max_requests,
+                max_queue_s=config.limits.max_queue_s,
+                priority_step_s=config.engine.scheduler.priority_step_s,
+                max_bypass=config.engine.scheduler.max_bypass,
+                max_unread_bytes=config.limits.max_unread_bytes,
+                retry_budget=config.limits.retry_budget,
+            ),
         )
-        self.metrics = Metrics(self._loads)
+        self.metrics = Metrics(self._loads, lambda: self.coordinator.num_waiting)
         self._places: dict[GroupId, _Place] = {}
         self._tasks = asyncio.TaskGroup()
         self._intake = Intake(self.registry, self._index, self.coordinator, self._clock, self._tasks)
@@ -113,9 +122,13 @@ class Gateway:
     # ------------------------------------------------------------ Service
     async def generate(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
         request = await self._request(call)
-        outcome, timeline = "cancelled", None
+        outcome = "cancelled"
         with structlog.contextvars.bound_contextvars(request_id=request.request_id):
-            stream = self.coordinator.start(request)
+            try:
+                stream = self.coordinator.start(request)
+            except KvferryError as error:
+                self.metrics.refused(error)
+                raise
             self.metrics.begun()
             try:
                 async with contextlib.aclosing(stream):
@@ -124,17 +137,17 @@ class Gateway:
                     async for event in stream:
                         for delta in answer.take([event, *stream.arrived()]):
                             yield delta
-                    outcome, timeline = answer.finish_reason, stream.timeline
+                    outcome = answer.finish_reason
                     usage = msgspec.structs.replace(stream.usage, num_output_tokens=answer.num_output_tokens)
                 self.metrics.used(usage)
-                yield Completed(usage, timeline)
+                yield Completed(usage, stream.timeline)
             except Cancelled:
                 raise
             except KvferryError as error:
                 outcome = error.label
                 raise
             finally:
-                self.metrics.ended(outcome, timeline)
+                self.metrics.ended(outcome, stream.timeline)
 
     async def _request(self, call: GenerateCall) -> Request:
         """Raises `InvalidArgument` naming the field."""
@@ -161,6 +174,7 @@ class Gateway:
             priority=call.priority,
             arrival_ns=arrival_ns,
             deadline_ns=None if call.timeout_s is None else arrival_ns + int(call.timeout_s * 1e9),
+            retry_budget=call.retry_budget,
         )
 
     async def _prompt(self, call: GenerateCall) -> list[int]:
