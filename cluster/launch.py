@@ -275,8 +275,9 @@ def _connect(address: str | None, own: OwnRay | None, log_json: bool) -> list[fl
     try:
         with own.starting() if own is not None else contextlib.nullcontext():
             ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if address is None:
+    except Exception as error:  # plain ones, too: "The current node timed out during startup"
+        if own is not None:
+            own.kill()  # Ray forgets the processes of a start that failed halfway
             raise ResourceMissing(f"Ray did not start on this machine: {error}") from error
         raise InvalidArgument(
             "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"

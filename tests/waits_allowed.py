@@ -11,6 +11,7 @@ _OWN_QUEUE = "waits for its own process to have something to say; closing or can
 _CLIENT = "the client's call: it ends with its deadline, its cancel or its connection"
 _LOCAL_CLOSE = "closes our end of a channel, without grace for calls"
 _SILENCE = "the other side owes nothing; the supervisor ends a group that is silent for dead_after_s"
+_PROXIED = "a connection may be silent for as long as it stands; `cut` breaks it"
 
 ALLOWED: dict[str, str] = {
     "runtime/model/parallel.py _LocalExchange.swap self._group.barrier.wait": _GROUP_TIMEOUT,
@@ -52,4 +53,12 @@ ALLOWED: dict[str, str] = {
     "cluster/moving.py Mover._until await sequence.news.wait()": "`empty` puts its deadline around it",
     "cluster/peer_stream.py RemoteGroup.connect await close_channel()": _LOCAL_CLOSE,
     "cluster/peer_stream.py RemoteGroup.close await self._close_channel()": _LOCAL_CLOSE,
+    "cluster/chaos/load.py Load._one await asyncio.wait()": "each stream has a deadline",
+    "cluster/chaos/proxy.py CuttableProxy.__aenter__ await asyncio.start_server()": "binds a port of this machine",
+    "cluster/chaos/proxy.py CuttableProxy.__aexit__ await self._server.wait_closed()": "all connections were cut",
+    "cluster/chaos/proxy.py CuttableProxy._serve await asyncio.wait()": _PROXIED,
+    "cluster/chaos/proxy.py _copy await writer.drain()": _PROXIED,
+    "cluster/chaos/run.py Chaos._disturb await asyncio.wait()": "each stream has a deadline, and no new ones begin",
+    "cluster/chaos/run.py Chaos._leave await leave()": "`Load.cancel` and `Load.cut` have deadlines",
+    "cluster/chaos/run.py Chaos._released await anext()": "the call has a deadline",
 }

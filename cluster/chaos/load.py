@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 
-from kvferry.cluster.chaos.plan import Case, ChaosConfig, FaultKind
+from kvferry.cluster.chaos.plan import Case, ChaosConfig, FaultKind, choose
 from kvferry.cluster.chaos.proxy import CuttableProxy
 from kvferry.cluster.chaos.streams import Fate, Outcome, Reference, Stream, outcome
 from kvferry.cluster.client import AsyncClient
@@ -16,7 +17,7 @@ from kvferry.runtime.errors import KvferryError
 
 FAILURE_PAUSE_S = 0.5
 """A server that refuses everything is not asked in a tight loop."""
-LEAVE_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S, BEGIN_TIMEOUT_S = 10.0, 1.0
 MakeClient = Callable[[str], AsyncClient]
 
 
@@ -43,6 +44,7 @@ class Load:
         self._num_left = num_streams
         self._finishing = False
         self._running: dict[int, tuple[Stream, asyncio.Task[None]]] = {}
+        self._began = asyncio.Event()
         self._proxies: dict[int, CuttableProxy] = {}
         self.outcomes: list[Outcome] = []
 
@@ -50,6 +52,16 @@ class Load:
     def running(self) -> list[Stream]:
         """That nothing has been done to yet."""
         return [stream for stream, _ in self._running.values() if stream.fate is Fate.RUNNING and not stream.wanted]
+
+    async def early(self, pick: float) -> Stream | None:
+        """A stream that is less than half done; waits, bounded, for one to begin. `None`: there is none."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BEGIN_TIMEOUT_S):
+                while not (streams := [stream for stream in self.running if stream.early]):
+                    self._began.clear()
+                    await self._began.wait()
+                return choose(streams, pick)
+        return None
 
     def finish(self) -> None:
         """No new streams; those that run go on to their end."""
@@ -104,6 +116,7 @@ class Load:
         # Half of the answers begin with what the caches hold, half with nothing.
         task = tasks.create_task(self._read(client, stream, name if rng.random() < 0.5 else ""), name=name)
         self._running[number] = stream, task
+        self._began.set()
         await asyncio.wait({task})
         del self._running[number]
         stream.end(Fate.CANCELLED, time.monotonic_ns())  # if it was cancelled before it began

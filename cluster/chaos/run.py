@@ -21,7 +21,6 @@ from kvferry.cluster.chaos.plan import (
     ChaosConfig,
     FaultKind,
     Planned,
-    choose,
     make_cases,
     plan_faults,
 )
@@ -170,7 +169,7 @@ class Chaos:
     async def _begin(self, planned: Planned, admin: AsyncClient, load: Load) -> Coroutine[Any, Any, None] | None:
         """Does the fault; returns what is to be done about it later. `None`: there is nobody to hit."""
         if planned.kind not in PROCESS_FAULTS:
-            stream = choose([stream for stream in load.running if stream.early], planned.pick)
+            stream = await load.early(planned.pick)
             if stream is None:
                 return None
             leave = load.cancel if planned.kind is FaultKind.CANCEL else load.cut
