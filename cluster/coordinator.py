@@ -221,7 +221,7 @@ class Coordinator:
         self._router.observe(peer, frame.load)
         for report in frame.transfers:
             record = self._records.get(request_of(report.transfer_id))
-            if self._transfers.reported(peer, report) and record is not None:
+            if self._transfers.reported(peer, report) and record is not None and record.owns(report.transfer_id):
                 record.note_transfer(report)
         for event in frame.tokens:
             record = self._records.get(event.key.request_id)

@@ -176,8 +176,11 @@ class Placer:
         source, destination = placement.prefill, placement.decode
         if source is None or destination is None:
             return
-        waiting = set(placement.active)
-        transfer = Transfer(record.next_transfer_id(), record.num_transfers, source, destination, waiting)
+        # Another decode group for the same prefill leg is another attempt of its transfer: the source knows by that
+        # name when no more will be computed, and says at once what it cannot send.
+        former = placement.transfer
+        transfer_id = record.next_transfer_id() if former is None else former.transfer_id
+        transfer = Transfer(transfer_id, record.num_transfers, source, destination, set(placement.active))
         record.num_transfers += 1
         placement.transfer = transfer
         self._transfers.begin(transfer)

@@ -93,6 +93,39 @@ def test_a_ticket_that_comes_too_late_is_not_sent(toy: Any) -> None:
     toy.run(main())
 
 
+def test_what_arrived_before_the_source_failed_counts(toy: Any) -> None:
+    """Fault: blocks that came are missing in the usage, because the source's report closed the book on the transfer."""
+
+    async def main() -> None:
+        async with toy.World() as w:
+            p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            ticket = d.answer()
+            await turns()
+
+            def report(num_blocks: int, attempt: int = ticket.attempt) -> Any:
+                return toy.TransferEvent(
+                    transfer_id=ticket.transfer_id,
+                    attempt=attempt,
+                    state=toy.TransferState.FAILED,
+                    num_blocks=num_blocks,
+                    num_bytes=1000 * num_blocks,
+                )
+
+            w.frame(p, transfers=[report(0)])
+            assert d.ended == [ticket.transfer_id]
+            w.frame(p, transfers=[report(7)])
+            w.frame(d, transfers=[report(5, attempt=ticket.attempt + 1)])
+            for _ in range(2):
+                w.frame(d, transfers=[report(1)])
+            assert (stream.usage.num_ferried_blocks, stream.usage.ferried_bytes) == (1, 1000)
+            await stream.aclose()
+            await w.settled()
+
+    toy.run(main())
+
+
 def test_a_lost_leg_is_cancelled_and_never_heard_again(toy: Any) -> None:
     """The same group may run the next attempt: what the former one still says has the right positions."""
 
