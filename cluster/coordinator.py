@@ -463,8 +463,10 @@ class Coordinator:
     async def _maintain(self) -> None:
         period_s = min(self._config.transfer_timeout_s / 3, self._registry.config.unreachable_after_s / 2)
         while True:
+            due_ns = self._clock.now_ns() + int(period_s * 1e9)
             await self._clock.sleep(period_s)
-            self._registry.check(self._clock.now_ns())
+            now_ns = self._clock.now_ns()
+            self._registry.check(now_ns, now_ns - due_ns)
             self._transfers.renew()
 
     def check_invariants(self) -> None:
