@@ -299,6 +299,8 @@ class Coordinator:
             return
         if not leg.reported:
             self._on_first_event(record, sequence, leg, event)
+        else:
+            leg.stalled_ns += event.stalled_ns
         if event.token_id is not None and event.position < len(sequence.tokens):
             if leg.behind and not agrees(sequence, event):  # float rounding
                 self._place_anew(record, sequence)

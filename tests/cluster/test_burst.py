@@ -136,3 +136,12 @@ def test_a_burst_of_twenty_times_the_capacity(toy: Any, disaggregate: str) -> No
     burst = Burst(toy, 160, transfer_timeout_s=0.2, disaggregate=disaggregate)
     toy.run(burst.run())
     assert [t for t in burst.transfers if t.state is TransferState.EXPIRED] == []
+
+
+def test_waiting_after_a_preemption_is_no_decoding(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 41: answers that stood still for want of blocks looked like slow decodes."""
+    monkeypatch.setattr(admission, "AHEAD", 3.0)
+    burst = Burst(toy, 200, transfer_timeout_s=0.5, disaggregate="always")
+    toy.run(burst.run())
+    assert sum(group.engine.scheduler.num_preemptions for group in burst.groups) > 0
+    assert any(Phase.PREEMPTED in timeline.seconds() for timeline in burst.timelines)
