@@ -45,7 +45,8 @@ class Serve:
     """
 
     model: Annotated[tyro.conf.Positional[str], shown("MODEL")]
-    """A folder in Hugging Face's format, a .gguf file, or the name of a model on the Hugging Face hub."""
+    """A folder in Hugging Face's format, a .gguf file, the name of a model on the Hugging Face hub, or package:NAME for
+    the .gguf file inside an installed Python package."""
 
     prefill: int = 1
     """Number of groups that read prompts."""

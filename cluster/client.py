@@ -150,12 +150,13 @@ class Client(_Base):
         return self._events(request, timeout_s)
 
     def _events(self, request: Any, timeout_s: float | None) -> Generator[StreamEvent, None, None]:
-        call = self._connection.call("Generate", request, timeout_s)
+        call, begun = self._connection.call("Generate", request, timeout_s), False
         try:
             for message in call:
+                begun = True
                 yield convert.to_event(message)
         except grpc.RpcError as failure:
-            raise self._connection.error(failure, timeout_s) from None
+            raise self._connection.error(failure, timeout_s, begun) from None
         finally:
             call.cancel()
 
@@ -241,12 +242,13 @@ class AsyncClient(_Base):
         return self._events(request, timeout_s)
 
     async def _events(self, request: Any, timeout_s: float | None) -> AsyncGenerator[StreamEvent, None]:
-        call = self._connection.call("Generate", request, timeout_s)
+        call, begun = self._connection.call("Generate", request, timeout_s), False
         try:
             async for message in call:
+                begun = True
                 yield convert.to_event(message)
         except grpc.RpcError as failure:
-            raise self._connection.error(failure, timeout_s) from None
+            raise self._connection.error(failure, timeout_s, begun) from None
         finally:
             call.cancel()
 

@@ -41,7 +41,7 @@ from kvferry.runtime.errors import (
     RetriesExhausted,
     error_of,
 )
-from kvferry.runtime.ids import Peer, RequestId, SequenceKey
+from kvferry.runtime.ids import Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import FinishReason, Request, TokenEvent
 from kvferry.runtime.timeline import Cause, Phase, Timeline
 
@@ -159,6 +159,9 @@ class Coordinator:
     def num_waiting(self) -> int:
         """Requests that wait here for room in some group."""
         return len(self._admission.line.places)
+
+    def open_transfers(self) -> set[TransferId]:
+        return self._transfers.open_ids()
 
     def start(self, request: Request) -> RequestStream:
         """Takes a request in.

@@ -198,7 +198,6 @@ class EngineDriver:
             del self._transfers[transfer_id, attempt]
             self._engine.end_transfer(transfer_id, attempt, "its gateway is gone")
 
-    @property
-    def num_owned(self) -> int:
-        """Sequences that some gateway waits for. At rest 0."""
-        return len(self._owner)
+    def owners(self) -> list[str]:
+        """The gateway of each sequence that one waits for. At rest empty."""
+        return list(self._owner.values())

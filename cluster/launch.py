@@ -31,6 +31,7 @@ import kvferry.cluster.grpc_env
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
+from kvferry.cluster.orphans import OwnRay
 from kvferry.cluster.supervisor import Supervisor, SupervisorPolicy, first_leaf
 from kvferry.cluster.topology import allot
 from kvferry.runtime.errors import Cancelled, InvalidArgument, KvferryError, ResourceMissing
@@ -45,6 +46,8 @@ CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
 RAY_CONNECT_TIMEOUT_S = 5.0
+RAY_LOST_GRACE_S = 3.0
+"""Of `serve`, once Ray has died, to end in good order: calls to a dead Ray may hang."""
 LOOPBACK = "127.0.0.1"
 WORKER_ENV = {"GOMP_SPINCOUNT": "2000"}
 """Of every worker, before it imports torch. Workers share cores with each other: OpenMP threads that spin at a barrier
@@ -70,12 +73,14 @@ class RunningCluster:
         policy: SupervisorPolicy | None,
         parts: Parts,
         on_connected: Callable[[], None],
+        on_ray_lost: Callable[[], None],
     ) -> None:
         self._config = config
         self._files = files
         self._policy = policy
         self._parts = parts
         self._on_connected = on_connected
+        self._on_ray_lost = on_ray_lost
         self._closing = asyncio.Event()
         self._usable = asyncio.get_running_loop().create_future()
         self.target = ""
@@ -148,11 +153,12 @@ class RunningCluster:
                 stack.push_async_callback(asyncio.to_thread, stop_metrics)
             self.target = f"{config.host}:{server.port}"
             self.gateway.set_tokenizer(await asyncio.to_thread(load_tokenizer, self._files))
-            nodes = await stack.enter_async_context(_ray(config))
+            own_ray = OwnRay() if config.ray_address is None else None
+            nodes = await stack.enter_async_context(_ray(config, own_ray))
             self._on_connected()
             await server.start()
             self.supervisor = self._supervise(nodes)
-            await self._until_closed(server)
+            await self._until_closed(server, own_ray)
             server.set_ready(False)
 
     def _supervise(self, nodes: list[float]) -> Supervisor:
@@ -174,23 +180,40 @@ class RunningCluster:
             allotments, RayLauncher(options), self.gateway, secret=secret, gateway=name, policy=self._policy
         )
 
-    async def _until_closed(self, server: ApiServer) -> None:
-        """Raises what made the supervisor give up."""
+    async def _until_closed(self, server: ApiServer, own_ray: OwnRay | None) -> None:
+        """Raises what made the supervisor give up, and `ResourceMissing` when our Ray has died."""
         supervise = asyncio.create_task(self.supervisor.run(), name="supervisor")
         announce = asyncio.create_task(self._announce(server), name="announce")
         close = asyncio.create_task(self._closing.wait(), name="close")
+        lost = asyncio.create_task(self._ray_lost(own_ray), name="ray")
+        tasks: tuple[asyncio.Task[Any], ...] = (supervise, announce, close, lost)
         try:
-            await asyncio.wait((supervise, close), return_when=asyncio.FIRST_COMPLETED)
-            if supervise.done():
-                supervise.result()
+            done, _ = await asyncio.wait((supervise, close, lost), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            for task in (supervise, announce, close):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(supervise, announce, close, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ray_lost(self, own_ray: OwnRay | None) -> None:
+        if own_ray is None:  # somebody else's cluster
+            await self._closing.wait()
+            return
+        daemon = await own_ray.lost()
+        self._on_ray_lost()
+        await asyncio.to_thread(own_ray.kill)
+        raise ResourceMissing(f"Ray's {daemon} has died, and all workers with it; start kvferry again")
 
     async def _announce(self, server: ApiServer) -> None:
         await self.supervisor.usable()
-        server.set_ready(True)
+        registry = self.gateway.registry
+
+        def follow(*_change: Any) -> None:
+            server.set_ready(bool(registry.routable()) and not self.closing)
+
+        registry.listen(follow)
+        follow()
         self._usable.set_result(None)
 
 
@@ -200,32 +223,36 @@ async def start_cluster(
     policy: SupervisorPolicy | None = None,
     parts: Parts | None = None,
     on_connected: Callable[[], None] = lambda: None,
+    on_ray_lost: Callable[[], None] = lambda: None,
 ) -> RunningCluster:
     """Returns at once; see `RunningCluster.usable`. Use as an async context manager, or `close` it.
 
-    `on_connected` is called once Ray runs, which puts its own signal handlers in place.
+    `on_connected` is called once Ray runs, which puts its own signal handlers in place; `on_ray_lost` when a Ray of
+    our own has died: the deployment ends, and may hang on the way.
 
     Raises `NotFound` and `UnsupportedModel` for what is no model.
     """
     files = await asyncio.to_thread(resolve_model, config.model)
-    return RunningCluster(config, files, policy, parts or Parts(), on_connected)
+    return RunningCluster(config, files, policy, parts or Parts(), on_connected, on_ray_lost)
 
 
 @contextlib.asynccontextmanager
-async def _ray(config: ServeConfig) -> AsyncIterator[list[float]]:
+async def _ray(config: ServeConfig, own: OwnRay | None) -> AsyncIterator[list[float]]:
     """A connection to Ray; yields the CPUs of each node."""
     try:
-        yield await asyncio.to_thread(_connect, config.ray_address)
+        yield await asyncio.to_thread(_connect, config.ray_address, own, config.log_json)
     finally:
         await asyncio.to_thread(_disconnect)
+        if own is not None:
+            await asyncio.to_thread(own.close)
 
 
-def _connect(address: str | None) -> list[float]:
+def _connect(address: str | None, own: OwnRay | None, log_json: bool) -> list[float]:
     root = str(Path(kvferry.__file__).absolute().parent.parent)  # not this file's folder: it is behind a symbolic link
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     python_path = os.pathsep.join([root, *(folder for folder in folders if folder and folder != root)])
     options: dict[str, Any] = {
-        "log_to_driver": True,
+        "log_to_driver": not log_json,  # Ray's lines are no JSON
         "logging_level": logging.ERROR,
         "configure_logging": False,
         "runtime_env": {"env_vars": WORKER_ENV | {"PYTHONPATH": python_path}},
@@ -234,7 +261,8 @@ def _connect(address: str | None) -> list[float]:
         os.environ["PYTHONPATH"] = python_path
         for name, value in WORKER_ENV.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # its ports are open on all interfaces
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would put the engine behind everything else here
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
@@ -245,7 +273,8 @@ def _connect(address: str | None) -> list[float]:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it is not in the main thread
     try:
-        ray.init(**options)
+        with own.starting() if own is not None else contextlib.nullcontext():
+            ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address is None:
             raise ResourceMissing(f"Ray did not start on this machine: {error}") from error
@@ -284,6 +313,10 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
     begin, loop = time.monotonic(), asyncio.get_running_loop()
     connected = False
 
+    def on_ray_lost() -> None:
+        _log.error("ray_died")
+        loop.call_later(RAY_LOST_GRACE_S, os._exit, 1)
+
     def on_signal() -> None:
         if cluster.closing:
             os._exit(130)  # asked twice: at once; workers end with their raylet
@@ -303,7 +336,7 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
         connected = True
         listen()
 
-    async with await start_cluster(config, parts=parts, on_connected=on_connected) as cluster:
+    async with await start_cluster(config, parts=parts, on_connected=on_connected, on_ray_lost=on_ray_lost) as cluster:
         listen()
         show = asyncio.create_task(_show_progress(cluster))
         try:

@@ -92,6 +92,10 @@ class RequestStream:
         self._on_stop(index, sum(event.token_id is not None for event in unread))
 
     async def aclose(self) -> None:
+        """As `close`, for `contextlib.aclosing`."""
+        self.close()
+
+    def close(self) -> None:
         """Cancels what still runs and drops what was not read. Idempotent."""
         self._on_end(Cancelled("closed by its consumer"))
         self._drop()

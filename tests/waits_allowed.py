@@ -9,6 +9,7 @@ from __future__ import annotations
 _GROUP_TIMEOUT = "the group was made with a timeout, which holds for each of its calls"
 _OWN_QUEUE = "waits for its own process to have something to say; closing or cancelling wakes it"
 _CLIENT = "the client's call: it ends with its deadline, its cancel or its connection"
+_LOCAL_CLOSE = "closes our end of a channel, without grace for calls"
 _SILENCE = "the other side owes nothing; the supervisor ends a group that is silent for dead_after_s"
 
 ALLOWED: dict[str, str] = {
@@ -31,6 +32,7 @@ ALLOWED: dict[str, str] = {
     "cluster/launch.py RunningCluster.usable await asyncio.shield()": "set when the deployment is usable or ends",
     "cluster/launch.py RunningCluster.ended await asyncio.shield()": "serves until it is told to close",
     "cluster/launch.py RunningCluster._until_closed self._closing.wait": "serves until it is told to close",
+    "cluster/launch.py RunningCluster._ray_lost await self._closing.wait()": "serves until it is told to close",
     "cluster/launch.py RunningCluster._until_closed await asyncio.wait()": "serves until it is told to close",
     "cluster/peer_stream.py RemoteGroup._write await self._call.write()": _SILENCE,
     "cluster/peer_stream.py RemoteGroup._write await self._outgoing.get()": _OWN_QUEUE,
@@ -45,4 +47,9 @@ ALLOWED: dict[str, str] = {
     "cluster/supervisor.py Supervisor.usable await self._changed.wait()": "cancelled when the deployment is closed",
     "cluster/supervisor.py Supervisor._watch await asyncio.wait()": "one of the three watches silence, with a deadline",
     "cluster/worker.py Worker.wait_end threading.Event().wait": "ends with its process, which is what it is for",
+    "cluster/coordinator.py Coordinator.idle await self._idle.wait()": "the gateway bounds its drain",
+    "cluster/moving.py Mover._take_away await sequence.news.wait()": "`empty` puts its deadline around it",
+    "cluster/moving.py Mover._until await sequence.news.wait()": "`empty` puts its deadline around it",
+    "cluster/peer_stream.py RemoteGroup.connect await close_channel()": _LOCAL_CLOSE,
+    "cluster/peer_stream.py RemoteGroup.close await self._close_channel()": _LOCAL_CLOSE,
 }

@@ -286,6 +286,11 @@ def detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool) -> p
 def _set(message: Message, name: str, value: Any, shown: str = "") -> None:
     """Sets a field from a caller's value; what protobuf refuses becomes `InvalidArgument` naming `shown`."""
     field = message.DESCRIPTOR.fields_by_name[name]
+    if field.type == field.TYPE_INT32 and field.is_repeated and isinstance(value, Iterable):
+        value = list(value)
+        for i, number in enumerate(value):
+            if not isinstance(number, int) or not -(1 << 31) <= number < 1 << 31:
+                raise InvalidArgument(shown or name, number, f"must be a whole number of 32 bits (at index {i})")
     try:
         if not field.is_repeated:
             setattr(message, name, value)

@@ -112,7 +112,12 @@ def _cut(text: str, max_bytes: int) -> str:
 
 # ---------------------------------------------------------------- the client's side
 def to_error(
-    code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, Any]], target: str, timeout_s: float | None
+    code: grpc.StatusCode,
+    message: str,
+    trailers: Iterable[tuple[str, Any]],
+    target: str,
+    timeout_s: float | None,
+    begun: bool = False,
 ) -> KvferryError:
     """The error that the server raised; for a status that gRPC made itself, the class that fits."""
     for key, value in trailers:
@@ -120,6 +125,8 @@ def to_error(
             error = _from_details(value)
             if error is not None:
                 return error
+    if code is grpc.StatusCode.UNAVAILABLE and begun:
+        return errors.GroupUnavailable(f"{target} went away before the answer was complete: {message}")
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.GroupUnavailable(
             f"no answer from {target}: {message}; is `kvferry serve` running there, with the same TLS settings?"

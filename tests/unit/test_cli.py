@@ -47,6 +47,7 @@ OPTIONS = {
     "generate": {"n", "json", "timeline", "priority", "retry-budget"} | SAMPLING | SERVER,
     "chat": {"system"} | SAMPLING | SERVER,
     "status": {"json", "audit"} | SERVER,
+    "chaos": {"minutes", "clients", "faults", "every-s", "seed", "max-tokens", "yes", "json"} | SERVER,
     "version": set(),
 }
 ENTRY = r"^[│ ] (?=--[a-z])"

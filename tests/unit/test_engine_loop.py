@@ -79,7 +79,7 @@ def test_each_gateway_gets_its_own_tokens_only(rig: Rig) -> None:
     started(rig)
     rig.seen.wait(lambda: len(rig.seen.tokens("b")) == 5)
     assert len(rig.seen.tokens("a")) == 3
-    assert not rig.loop._driver.num_owned, "ended sequences must be forgotten"
+    assert not rig.loop._driver.owners(), "ended sequences must be forgotten"
 
 
 def test_output_comes_one_frame_per_step(rig: Rig) -> None:
