@@ -284,6 +284,7 @@ class Engine:
         reason = sequence.finish_reason(self.max_context)
         first = not sequence.reported
         sequence.reported = True
+        stalled_ns, sequence.stalled_ns = sequence.stalled_ns, 0
         if first:
             self.meters.first_token(sequence)
         self.meters.output_tokens += 1
@@ -297,6 +298,7 @@ class Engine:
                 num_cached_tokens=sequence.num_cached or 0,
                 begin_ns=sequence.begin_ns if first else None,
                 end_ns=end_ns if first else None,
+                stalled_ns=stalled_ns,
             )
         )
         sends = sequence.request.sends_transfer_id
