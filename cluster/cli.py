@@ -12,6 +12,7 @@ import tyro
 
 import kvferry
 from kvferry.cluster.cli_calls import Chat, Generate, Status
+from kvferry.cluster.cli_chaos import ChaosCommand
 from kvferry.cluster.cli_serve import Serve
 from kvferry.runtime.errors import CallerError, KvferryError
 
@@ -39,11 +40,12 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Status, tyro.conf.subcommand("status")]
+    | Annotated[ChaosCommand, tyro.conf.subcommand("chaos")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
 
 
-def parse(arguments: Sequence[str] | None = None) -> Serve | Generate | Chat | Status | Version:
+def parse(arguments: Sequence[str] | None = None) -> Command:
     """Exits with code 2 and a usage message on standard error for unknown or malformed options."""
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     return tyro.cli(Command, prog="kvferry", description=DESCRIPTION, args=arguments, config=config)

@@ -240,19 +240,19 @@ async def start_cluster(
 async def _ray(config: ServeConfig, own: OwnRay | None) -> AsyncIterator[list[float]]:
     """A connection to Ray; yields the CPUs of each node."""
     try:
-        yield await asyncio.to_thread(_connect, config.ray_address, own)
+        yield await asyncio.to_thread(_connect, config.ray_address, own, config.log_json)
     finally:
         await asyncio.to_thread(_disconnect)
         if own is not None:
             await asyncio.to_thread(own.close)
 
 
-def _connect(address: str | None, own: OwnRay | None) -> list[float]:
+def _connect(address: str | None, own: OwnRay | None, log_json: bool) -> list[float]:
     root = str(Path(kvferry.__file__).absolute().parent.parent)  # not this file's folder: it is behind a symbolic link
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     python_path = os.pathsep.join([root, *(folder for folder in folders if folder and folder != root)])
     options: dict[str, Any] = {
-        "log_to_driver": True,
+        "log_to_driver": not log_json,  # Ray's lines are no JSON
         "logging_level": logging.ERROR,
         "configure_logging": False,
         "runtime_env": {"env_vars": WORKER_ENV | {"PYTHONPATH": python_path}},
@@ -275,8 +275,9 @@ def _connect(address: str | None, own: OwnRay | None) -> list[float]:
     try:
         with own.starting() if own is not None else contextlib.nullcontext():
             ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if address is None:
+    except Exception as error:  # plain ones, too: "The current node timed out during startup"
+        if own is not None:
+            own.kill()  # Ray forgets the processes of a start that failed halfway
             raise ResourceMissing(f"Ray did not start on this machine: {error}") from error
         raise InvalidArgument(
             "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"

@@ -20,7 +20,7 @@ import structlog
 
 from kvferry.cluster import messages as m
 from kvferry.cluster.config import GroupSpec
-from kvferry.cluster.peer_stream import RemoteGroup
+from kvferry.cluster.peer_stream import Dial, RemoteGroup, dial_grpc
 from kvferry.cluster.topology import Allotment
 from kvferry.runtime.errors import FatalError, KvferryError, TransientError
 from kvferry.runtime.ids import Epoch, GroupId, Peer
@@ -86,6 +86,7 @@ class Supervisor:
         secret: str,
         gateway: str,
         policy: SupervisorPolicy | None = None,
+        dial: Dial = dial_grpc,
     ) -> None:
         self._allotments = allotments
         self._launcher = launcher
@@ -93,6 +94,7 @@ class Supervisor:
         self._secret = secret
         self._gateway = gateway
         self._policy = policy or SupervisorPolicy()
+        self._dial = dial
         self._epochs = itertools.count(1)
         self._live: dict[GroupId, RemoteGroup] = {}
         self._changed = asyncio.Event()
@@ -156,6 +158,7 @@ class Supervisor:
                 observer.on_frame,
                 lambda _port, reason: None if down.done() else down.set_result(f"its stream ended: {reason}"),
                 self._policy.connect_timeout_s,
+                self._dial,
             )
             try:
                 self._up(port)
@@ -180,7 +183,7 @@ class Supervisor:
         watches = (dead, down, silent)
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
+            return next(watch for watch in watches if watch in done).result()
         finally:
             for watch in watches:
                 watch.cancel()

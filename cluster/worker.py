@@ -21,7 +21,8 @@ import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
-from kvferry.cluster.engine_loop import EngineLike, EngineLoop
+from kvferry.cluster.engine_driver import EngineLike
+from kvferry.cluster.engine_loop import EngineLoop
 from kvferry.cluster.group import FollowerChannel, LeaderChannel, exit_process
 from kvferry.cluster.hub import Hub, PeerServer
 from kvferry.cluster.telemetry import configure_logging

@@ -9,14 +9,15 @@ from __future__ import annotations
 _GROUP_TIMEOUT = "the group was made with a timeout, which holds for each of its calls"
 _OWN_QUEUE = "waits for its own process to have something to say; closing or cancelling wakes it"
 _CLIENT = "the client's call: it ends with its deadline, its cancel or its connection"
+_LOCAL_CLOSE = "closes our end of a channel, without grace for calls"
 _SILENCE = "the other side owes nothing; the supervisor ends a group that is silent for dead_after_s"
+_PROXIED = "a connection may be silent for as long as it stands; `cut` breaks it"
 
 ALLOWED: dict[str, str] = {
     "runtime/model/parallel.py _LocalExchange.swap self._group.barrier.wait": _GROUP_TIMEOUT,
     "runtime/model/parallel.py _GlooExchange.swap self._group.allgather().wait": _GROUP_TIMEOUT,
     "runtime/transfer/link.py SendLink._next self.life.changed.wait": _OWN_QUEUE,
     "runtime/transfer/shm.py ShmTransport._listen self._listener.accept": "`close` shuts the socket, which wakes it",
-    "cluster/api/grpc.py Calls.generate await context.write()": _CLIENT,
     "cluster/api/grpc.py _guard.guarded await answer()": "`answer` is a method of `Calls`, which is read",
     "cluster/api/health.py Health.Watch await changed.wait()": _CLIENT,
     "cluster/api/security.py TokenInterceptor.intercept_service await continuation()": "finds a handler, runs none",
@@ -46,4 +47,17 @@ ALLOWED: dict[str, str] = {
     "cluster/supervisor.py Supervisor.usable await self._changed.wait()": "cancelled when the deployment is closed",
     "cluster/supervisor.py Supervisor._watch await asyncio.wait()": "one of the three watches silence, with a deadline",
     "cluster/worker.py Worker.wait_end threading.Event().wait": "ends with its process, which is what it is for",
+    "cluster/coordinator.py Coordinator.idle await self._idle.wait()": "the gateway bounds its drain",
+    "cluster/moving.py Mover._take_away await sequence.news.wait()": "`empty` puts its deadline around it",
+    "cluster/moving.py Mover._until await sequence.news.wait()": "`empty` puts its deadline around it",
+    "cluster/peer_stream.py RemoteGroup.connect await close_channel()": _LOCAL_CLOSE,
+    "cluster/peer_stream.py RemoteGroup.close await self._close_channel()": _LOCAL_CLOSE,
+    "cluster/chaos/load.py Load._one await asyncio.wait()": "each stream has a deadline",
+    "cluster/chaos/proxy.py CuttableProxy.__aenter__ await asyncio.start_server()": "binds a port of this machine",
+    "cluster/chaos/proxy.py CuttableProxy.__aexit__ await self._server.wait_closed()": "all connections were cut",
+    "cluster/chaos/proxy.py CuttableProxy._serve await asyncio.wait()": _PROXIED,
+    "cluster/chaos/proxy.py _copy await writer.drain()": _PROXIED,
+    "cluster/chaos/run.py Chaos._disturb await asyncio.wait()": "each stream has a deadline, and no new ones begin",
+    "cluster/chaos/run.py Chaos._leave await leave()": "`Load.cancel` and `Load.cut` have deadlines",
+    "cluster/chaos/run.py Chaos._released await anext()": "the call has a deadline",
 }

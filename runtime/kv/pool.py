@@ -69,6 +69,10 @@ class BlockPool:
         """Blocks that somebody holds."""
         return self.num_blocks - self.num_available
 
+    def free_blocks(self) -> list[BlockId]:
+        """Those that hold nothing; the simulator poisons them."""
+        return list(self._free)
+
     def hashes(self) -> list[BlockHash]:
         """All that `lookup` would find."""
         return list(self._sealed)
