@@ -1,4 +1,4 @@
-"""Cuts the links between two processes from outside, as a network would: their sockets are shut, the processes live on."""
+"""Cuts the links between two processes from outside, as a network would: the sockets are shut, both live on."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _cut(handle: int, descriptor: int, theirs: set[tuple[object, object]]) -> bo
     if copy < 0:
         raise OSError(ctypes.get_errno(), "pidfd_getfd")
     with socket.socket(fileno=copy) as sock:
-        if sock.family == socket.AF_UNIX:
-            is_link = sock.type == socket.SOCK_SEQPACKET and not sock.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            )
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            is_link = False
+        elif sock.family == socket.AF_UNIX:
+            is_link = sock.type == socket.SOCK_SEQPACKET
         else:
             is_link = (_plain(sock.getsockname()), _plain(sock.getpeername())) in {
                 (_plain(a), _plain(b)) for a, b in theirs
