@@ -7,7 +7,7 @@ from rich.table import Table
 
 from kvferry.cluster.service import ClusterView, GroupView
 
-_STATE_STYLE = {"live": "green", "starting": "yellow", "unreachable": "yellow", "dead": "red"}
+_STATE_STYLE = {"live": "green", "starting": "yellow", "draining": "yellow", "unreachable": "yellow", "dead": "red"}
 
 
 def show(cluster: ClusterView, findings: list[str] | None) -> None:

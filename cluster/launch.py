@@ -31,6 +31,7 @@ import kvferry.cluster.grpc_env
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
+from kvferry.cluster.operations import Operations
 from kvferry.cluster.supervisor import Supervisor, SupervisorPolicy, first_leaf
 from kvferry.cluster.topology import allot
 from kvferry.runtime.errors import Cancelled, InvalidArgument, KvferryError, ResourceMissing
@@ -39,8 +40,8 @@ from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
 from kvferry.runtime.model.fit import check_fit
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
-DRAIN_S = 2.0
-"""Of running requests at the end; they are cancelled after it."""
+GRACE_S = 2.0
+"""For what is still being sent to clients at the very end."""
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
@@ -77,6 +78,7 @@ class RunningCluster:
         self._parts = parts
         self._on_connected = on_connected
         self._closing = asyncio.Event()
+        self._drain_s = 0.0
         self._usable = asyncio.get_running_loop().create_future()
         self.target = ""
         self.gateway: Gateway
@@ -96,8 +98,9 @@ class RunningCluster:
         """Returns after `close`. Raises what ended the deployment."""
         await asyncio.shield(self._task)
 
-    def begin_close(self) -> None:
-        """The start of `close`, for signal handlers."""
+    def begin_close(self, drain_s: float = 0.0) -> None:
+        """The start of `close`, for signal handlers. New requests are refused; those that run have `drain_s` to end."""
+        self._drain_s = drain_s
         self._closing.set()
 
     async def close(self) -> None:
@@ -142,7 +145,7 @@ class RunningCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.gateway = await stack.enter_async_context(Gateway(config, self._files.name, spec))
             server = make_server(self.gateway, config.host, config.port, config.server)
-            stack.push_async_callback(server.stop, DRAIN_S)
+            stack.push_async_callback(server.stop, GRACE_S)
             if config.metrics_port is not None:
                 stop_metrics = self.gateway.metrics.serve(config.host, config.metrics_port)
                 stack.push_async_callback(asyncio.to_thread, stop_metrics)
@@ -152,8 +155,12 @@ class RunningCluster:
             self._on_connected()
             await server.start()
             self.supervisor = self._supervise(nodes)
+            operations = Operations(
+                config, self.gateway, self.supervisor, lambda group: check_fit(config.engine, spec, group.tp_size)
+            )
+            stack.push_async_callback(operations.close)
+            self.gateway.operator = operations
             await self._until_closed(server)
-            server.set_ready(False)
 
     def _supervise(self, nodes: list[float]) -> Supervisor:
         from kvferry.cluster.ray_groups import RayLauncher, RayOptions
@@ -171,7 +178,12 @@ class RunningCluster:
         allotments = allot(config.groups(), config.engine.threads, nodes)
         name = f"gateway-{os.getpid()}"
         return Supervisor(
-            allotments, RayLauncher(options), self.gateway, secret=secret, gateway=name, policy=self._policy
+            allotments,
+            RayLauncher(options, allotments[0].cpus),
+            self.gateway,
+            secret=secret,
+            gateway=name,
+            policy=self._policy,
         )
 
     async def _until_closed(self, server: ApiServer) -> None:
@@ -179,14 +191,23 @@ class RunningCluster:
         supervise = asyncio.create_task(self.supervisor.run(), name="supervisor")
         announce = asyncio.create_task(self._announce(server), name="announce")
         close = asyncio.create_task(self._closing.wait(), name="close")
+        others: list[asyncio.Task[Any]] = [announce, close]
         try:
             await asyncio.wait((supervise, close), return_when=asyncio.FIRST_COMPLETED)
+            announce.cancel()
+            server.set_ready(False)
+            self.gateway.coordinator.close_door()
+            idle = asyncio.create_task(self.gateway.coordinator.idle(), name="idle")
+            others.append(idle)
+            if not supervise.done():
+                left_s = self._drain_s if self._usable.done() else 0.0
+                await asyncio.wait((supervise, idle), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if supervise.done():
                 supervise.result()
         finally:
-            for task in (supervise, announce, close):
+            for task in (supervise, *others):
                 task.cancel()
-            await asyncio.gather(supervise, announce, close, return_exceptions=True)
+            await asyncio.gather(supervise, *others, return_exceptions=True)
 
     async def _announce(self, server: ApiServer) -> None:
         await self.supervisor.usable()
@@ -287,12 +308,12 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
     def on_signal() -> None:
         if cluster.closing:
             os._exit(130)  # asked twice: at once; workers end with their raylet
-        _log.info("stopping")
+        _log.info("stopping", at_most_s=config.drain_s)
         if not connected:  # Ray's start cannot be interrupted, and nothing of ours runs yet
             _kill_children()
             os._exit(0)
-        cluster.begin_close()
-        loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
+        cluster.begin_close(config.drain_s)
+        loop.call_later(config.drain_s + CLOSE_TIMEOUT_S, os._exit, 1)
 
     def listen() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -21,6 +21,7 @@ from kvferry.runtime.errors import InvalidArgument, ResourceMissing
 from kvferry.runtime.request import SamplingParams
 
 SERVER = {"target", "token-file", "tls", "tls-ca", "tls-cert", "tls-key", "timeout-s"}
+DOOR = SERVER - {"timeout-s"}
 SAMPLING = {
     "max-tokens",
     "min-tokens",
@@ -41,11 +42,15 @@ OPTIONS = {
         *("tls-cert", "tls-key", "tls-client-ca", "max-message", "ray-address", "dtype", "threads", "block-size"),
         *("kv-memory", "num-blocks", "prefix-caching", "max-batch-tokens", "max-sequences", "max-waiting"),
         *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum"),
-        *("metrics-port", "log-json", "disaggregate"),
+        *("metrics-port", "log-json", "disaggregate", "drain-s"),
     },
     "generate": {"n", "json"} | SAMPLING | SERVER,
     "chat": {"system"} | SAMPLING | SERVER,
     "status": {"json", "audit"} | SERVER,
+    "drain": SERVER,
+    "scale": {"prefill", "decode", "mixed"} | SERVER,
+    "role": DOOR,
+    "restart": {"rolling"} | SERVER,
     "version": set(),
 }
 ENTRY = r"^[│ ] (?=--[a-z])"
@@ -110,7 +115,7 @@ def test_every_field_can_be_set() -> None:
         *("--threads", "10", "--block-size", "11", "--kv-memory", "12MiB", "--no-prefix-caching"),
         *("--max-batch-tokens", "13", "--max-sequences", "14", "--max-waiting", "15", "--max-context", "16"),
         *("--transport", "gloo", "--transfer-timeout-s", "17", "--blocks-per-message", "18", "--checksum"),
-        *("--metrics-port", "19", "--log-json", "--disaggregate", "never"),
+        *("--metrics-port", "19", "--log-json", "--disaggregate", "never", "--drain-s", "20"),
     )
     blocks = config_of("m", "--num-blocks", "5").engine.cache
     assert blocks.num_blocks == 5
