@@ -306,8 +306,9 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
     connected = False
 
     def on_signal() -> None:
-        if cluster.closing:
-            os._exit(130)  # asked twice: at once; workers end with their raylet
+        if cluster.closing:  # asked twice: at once
+            _kill_children()
+            os._exit(130)
         _log.info("stopping", at_most_s=config.drain_s)
         if not connected:  # Ray's start cannot be interrupted, and nothing of ours runs yet
             _kill_children()

@@ -64,6 +64,7 @@ class Operations:
             check_range("timeout_s", operation.timeout_s, 1e-3, MAX_DRAIN_S)
         name = type(operation).__name__.lower()
         self._running = asyncio.create_task(self._run(operation), name=f"operation {name}")
+        self._running.add_done_callback(_told)
         return await asyncio.shield(self._running)
 
     async def close(self) -> None:
@@ -202,3 +203,9 @@ class Operations:
             self._drained[place.group] = place.spec
         await self._supervisor.end(place, out_of_service)
         report.ended.append(f"{place.group}@{place.epoch}")
+
+
+def _told(task: asyncio.Task[OperationView]) -> None:
+    """An operation that fails is logged, as its caller may have left."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.warning("operation_failed", operation=task.get_name(), reason=str(error))

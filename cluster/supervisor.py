@@ -156,7 +156,7 @@ class Supervisor:
         """Returns once each role of the deployment has a live group."""
         wanted = {allotment.spec.role for allotment in self._allotments}
         roles = {allotment.spec.group: allotment.spec.role for allotment in self._allotments}
-        while not wanted <= {roles[peer.group] for peer in self._live}:
+        while not wanted <= {roles.get(peer.group) for peer in self._live}:
             self._changed.clear()
             await self._changed.wait()
 
