@@ -37,8 +37,8 @@ ALLOWED: dict[str, str] = {
     "cluster/launch.py RunningCluster._until_closed await asyncio.wait()": "serves until it is told to close",
     "cluster/operations.py Operations.run await asyncio.shield()": "an operation's parts have deadlines, its drain one "
     "that its caller names",
-    "cluster/supervisor.py Supervisor.run await asyncio.get_running_loop().create_future()": "runs until it is cancelled",
-    "cluster/supervisor.py Supervisor.add await asyncio.shield()": "a start is up or has failed within its own deadlines",
+    "cluster/supervisor.py Supervisor.run await asyncio.get_running_loop().create_future()": "until it is cancelled",
+    "cluster/supervisor.py Supervisor.add await asyncio.shield()": "a start has deadlines of its own",
     "cluster/peer_stream.py RemoteGroup._write await self._call.write()": _SILENCE,
     "cluster/peer_stream.py RemoteGroup._write await self._outgoing.get()": _OWN_QUEUE,
     "cluster/peer_stream.py RemoteGroup._read await self._call.read()": _SILENCE,
