@@ -25,7 +25,7 @@ END_TIMEOUT_S = 20.0
 
 
 def serve_config(model: str, **fields: Any) -> ServeConfig:
-    """Flat options: those of `ServeConfig` and of the engine's parts. float32, checksums, one thread a rank, free ports."""
+    """Flat options: those of `ServeConfig` and of the engine's parts. float32, checksums, one thread, free ports."""
     homes = {"cache": CacheConfig, "scheduler": SchedulerConfig, "transfer": TransferConfig}
     fields.setdefault("checksum", True)
     parts: dict[str, Any] = {}

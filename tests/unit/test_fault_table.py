@@ -40,6 +40,15 @@ def test_every_fault_has_a_test_that_exists() -> None:
             assert name in names_in(path), f"fault {number}: {name} is not in tests/{file}"
 
 
+def test_nothing_is_unpickled() -> None:
+    """Fault 40: whoever can send a pickle runs code here."""
+    for folder in ("runtime", "cluster", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+            modules = {alias.name for n in imports for alias in n.names} | {getattr(n, "module", None) for n in imports}
+            assert not modules & {"pickle", "cloudpickle", "marshal", "shelve", "dill"}, path
+
+
 def test_no_port_is_fixed() -> None:
     """Fault 33: two workers on one host collide on a port. Only the door that users name has a number."""
     for folder in ("runtime", "cluster"):
