@@ -24,8 +24,9 @@ from kvferry.runtime.errors import QueueFull
 from kvferry.runtime.ids import Peer
 from kvferry.runtime.request import Request
 
-AHEAD = 1.5
-"""Of a group's blocks and sequences, how many are given away: not all will come to their full length at once."""
+AHEAD = 1.25
+"""Of a group's blocks and sequences, how many are given away: the next prompts are computed while decodes end. With
+more there would be no room for their blocks when they are sent, and prompts would be computed twice (docs/log.md)."""
 MAX_LOOK = 16
 """Places at the head of the line that are tried when room appears."""
 DOUBT = 0.5

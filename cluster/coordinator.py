@@ -221,7 +221,7 @@ class Coordinator:
         self._router.observe(peer, frame.load)
         for report in frame.transfers:
             record = self._records.get(request_of(report.transfer_id))
-            if self._transfers.reported(peer, report) and record is not None:
+            if self._transfers.reported(peer, report) and record is not None and record.owns(report.transfer_id):
                 record.note_transfer(report)
         for event in frame.tokens:
             record = self._records.get(event.key.request_id)
@@ -302,6 +302,8 @@ class Coordinator:
             return
         if not leg.reported:
             self._on_first_event(record, sequence, leg, event)
+        else:
+            leg.stalled_ns += event.stalled_ns
         if event.token_id is not None and event.position < len(sequence.tokens):
             if leg.behind and not agrees(sequence, event):  # float rounding
                 self._place_anew(record, sequence)
@@ -466,8 +468,10 @@ class Coordinator:
     async def _maintain(self) -> None:
         period_s = min(self._config.transfer_timeout_s / 3, self._registry.config.unreachable_after_s / 2)
         while True:
+            due_ns = self._clock.now_ns() + int(period_s * 1e9)
             await self._clock.sleep(period_s)
-            self._registry.check(self._clock.now_ns())
+            now_ns = self._clock.now_ns()
+            self._registry.check(now_ns, now_ns - due_ns)
             self._transfers.renew()
 
     def check_invariants(self) -> None:

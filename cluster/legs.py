@@ -61,6 +61,8 @@ class Leg:
         self.placement = placement
         self.reported = False
         """Its first event came."""
+        self.stalled_ns = 0
+        """How long it has waited in the engine, after it had begun, for blocks that others took."""
         self.behind = False
         """It began with fewer tokens than have been delivered since; what it draws again must be the same."""
 
@@ -180,6 +182,10 @@ class Record:
             ferried_bytes=self._ferried_bytes,
         )
 
+    def owns(self, transfer_id: TransferId) -> bool:
+        """Not another request's that has the same id."""
+        return transfer_id.startswith(f"{self.request.request_id}/{self._number}.")
+
     def next_transfer_id(self) -> TransferId:
         return TransferId(f"{self.engine_id}/{self.order}.{self.num_transfers}")
 
@@ -239,12 +245,14 @@ class Record:
             if leg.placement.transfer is not None and times.transfer_end_ns is not None:
                 track.until(min(times.transfer_end_ns, begin_ns), Phase.TRANSFER, group)
             track.until(begin_ns, Phase.DECODE_QUEUE, group)
+            leg.stalled_ns = event.stalled_ns
             num_known = len(self.request.prompt_token_ids) + len(sequence.tokens)
             again = num_known - event.num_cached_tokens > MAX_TAIL_TOKENS
             track.until(end_ns, Phase.PREFILL if again else Phase.DECODE, group)
             return
         track.until(begin_ns, Phase.PREFILL_QUEUE, group)
-        track.until(end_ns, Phase.PREFILL, group)
+        track.until(end_ns - event.stalled_ns, Phase.PREFILL, group)
+        track.until(end_ns, Phase.PREEMPTED, group)
         track.until(now_ns, Phase.DELIVERY, group)
         times.prefill_begin_ns = times.prefill_begin_ns or event.begin_ns
         times.prefill_end_ns = times.prefill_end_ns or event.end_ns
@@ -253,7 +261,11 @@ class Record:
 
     def note_left(self, sequence: Sequence, leg: Leg, now_ns: int) -> None:
         """A sequence leaves its leg: at its end, or because the leg is lost."""
-        sequence.track.until(now_ns, Phase.DECODE if leg.reported else Phase.LOST, leg.peer.group)
+        track, group = sequence.track, leg.peer.group
+        if leg.reported:
+            track.until(now_ns - leg.stalled_ns, Phase.DECODE, group)
+            track.until(now_ns, Phase.PREEMPTED, group)
+        track.until(now_ns, Phase.LOST, group)
 
     def note_setback(self, sequence: Sequence, peer: Peer, cause: Cause, now_ns: int) -> None:
         sequence.num_retries += 1

@@ -11,13 +11,17 @@ from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import Member, Registry
 from kvferry.cluster.router import Demand, Router, RoutingDecision
 from kvferry.cluster.transfers import Transfer, Transfers
-from kvferry.runtime.errors import GroupDied, GroupUnavailable, KvferryError
+from kvferry.runtime.errors import GroupDied, GroupUnavailable, KvferryError, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, Peer
 from kvferry.runtime.kv.hashing import hash_chain, salted_root
 from kvferry.runtime.request import Request, rank_ns
 
 EXPECTED_BLOCKS_GRACE_S = 2.0
 """How much longer than estimated a routed request's blocks count as about to appear."""
+
+FIRST_PAUSE_S = 0.02
+"""Before a group without room for a transfer is asked again; doubles each time."""
+MAX_PAUSE_S = 0.5
 
 
 class Placer:
@@ -176,20 +180,37 @@ class Placer:
         source, destination = placement.prefill, placement.decode
         if source is None or destination is None:
             return
-        waiting = set(placement.active)
-        transfer = Transfer(record.next_transfer_id(), record.num_transfers, source, destination, waiting)
+        # Another decode group for the same prefill leg is another attempt of its transfer: the source knows by that
+        # name when no more will be computed, and says at once what it cannot send.
+        former = placement.transfer
+        transfer_id = record.next_transfer_id() if former is None else former.transfer_id
+        transfer = Transfer(transfer_id, record.num_transfers, source, destination, set(placement.active))
         record.num_transfers += 1
         placement.transfer = transfer
         self._transfers.begin(transfer)
+        pause_s = FIRST_PAUSE_S
         try:
-            await self._transfers.arrange(transfer, tokens, record.request.cache_salt)
+            while not await self._arrange(record, transfer, tokens):
+                await self._wait(record, pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                if not transfer.open or record.homeless() or not record.on(source, placement):
+                    self._transfers.end(transfer, "there was no room for it while its prompt was computed")
+                    return
         except (GroupUnavailable, GroupDied) as error:
             self._transfers.end(transfer, str(error))
             placement.refused.add(destination)
             if placement.decode == destination:
                 placement.decode = None
-        except KvferryError as error:  # no room, or no way: the decode group computes what it lacks
+        except KvferryError as error:  # no way: the decode group computes what it lacks
             self._transfers.end(transfer, str(error))
+
+    async def _arrange(self, record: Record, transfer: Transfer, tokens: list[int]) -> bool:
+        """False: there is no room now; there may be before the prompt is computed."""
+        try:
+            await self._transfers.arrange(transfer, tokens, record.request.cache_salt)
+        except NoFreeBlocks:
+            return False
+        return True
 
     def submit(
         self, record: Record, sequences: list[Sequence], peer: Peer, placement: Placement, handoff: bool

@@ -26,6 +26,7 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_DECODE: _ClassVar[Phase]
     PHASE_DELIVERY: _ClassVar[Phase]
     PHASE_LOST: _ClassVar[Phase]
+    PHASE_PREEMPTED: _ClassVar[Phase]
 
 class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -49,6 +50,7 @@ PHASE_DECODE_QUEUE: Phase
 PHASE_DECODE: Phase
 PHASE_DELIVERY: Phase
 PHASE_LOST: Phase
+PHASE_PREEMPTED: Phase
 CAUSE_UNSPECIFIED: Cause
 CAUSE_GROUP_DIED: Cause
 CAUSE_GROUP_SILENT: Cause

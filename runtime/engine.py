@@ -10,6 +10,7 @@ forward pass is an injected function (one rank's, or a whole group's).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -283,6 +284,7 @@ class Engine:
         reason = sequence.finish_reason(self.max_context)
         first = not sequence.reported
         sequence.reported = True
+        stalled_ns, sequence.stalled_ns = sequence.stalled_ns, 0
         if first:
             self.meters.first_token(sequence)
         self.meters.output_tokens += 1
@@ -296,6 +298,7 @@ class Engine:
                 num_cached_tokens=sequence.num_cached or 0,
                 begin_ns=sequence.begin_ns if first else None,
                 end_ns=end_ns if first else None,
+                stalled_ns=stalled_ns,
             )
         )
         sends = sequence.request.sends_transfer_id
@@ -361,11 +364,14 @@ class Engine:
         )
 
     def audit(self) -> EngineAudit:
-        """Checks all invariants and lists what is held."""
+        """Checks all invariants, the pool against everybody who holds blocks, and lists what is held."""
         broken = []
-        for part in (self.pool, self.scheduler, self.inbound, self.outbound):
+        held = Counter(block_id for s in self.scheduler.running for block_id in s.block_ids)
+        held += self.inbound.references() + self.outbound.references()
+        checks = [part.check_invariants for part in (self.pool, self.scheduler, self.inbound, self.outbound)]
+        for check in (*checks, lambda: self.pool.check_holders(held)):
             try:
-                part.check_invariants()
+                check()
             except InvariantBroken as error:
                 broken.append(str(error))
         return EngineAudit(

@@ -200,6 +200,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     error_label: str | None = None
     error_message: str | None = None
     """Set when the sequence ended for another reason than its own tokens."""
+    stalled_ns: int = 0
+    """How long, since its previous token, the sequence waited without blocks after it had begun."""
 
 
 class Usage(msgspec.Struct, frozen=True):

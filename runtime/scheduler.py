@@ -111,7 +111,7 @@ class Scheduler:
                 break
             if sequence not in self.running:  # preempted by one before it
                 continue
-            if self._grow(sequence):
+            if self._grow(sequence, now_ns):
                 budget -= self._add_row(batch, sequence, budget, now_ns)
         blocked = self._admit(batch, budget, now_ns)
         self.is_stuck = blocked and not self.running
@@ -143,6 +143,9 @@ class Scheduler:
             insort(self.running, sequence, key=lambda s: s.order)
             self._on_admitted(sequence)
             sequence.num_passed = 0
+            if sequence.preempted_ns is not None:
+                sequence.stalled_ns += now_ns - sequence.preempted_ns
+                sequence.preempted_ns = None
             if not holds:  # who brings its blocks along takes hardly any, and is on its way to give them back
                 for passed in blocked:
                     passed.num_passed += 1
@@ -203,7 +206,7 @@ class Scheduler:
         tokens = sequence.tokens[index * size : (index + 1) * size]
         self._pool.begin_fill(sequence.block_ids[index], sequence.hashes[index], parent, tokens)
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence, now_ns: int) -> bool:
         """Sees to it that the table covers all tokens; preempts later ones, or in the end this one (False).
 
         Only decodes grow, and they are planned in order: the last in order has no row yet.
@@ -213,7 +216,7 @@ class Scheduler:
                 sequence.block_ids += self._pool.lease(1)
                 continue
             victim = self.running[-1]
-            self._preempt(victim)
+            self._preempt(victim, now_ns)
             if victim is sequence:
                 return False
         return True
@@ -245,7 +248,8 @@ class Scheduler:
             batch.num_prefill_tokens += count
         return count
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, now_ns: int) -> None:
+        sequence.preempted_ns = now_ns
         self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)

@@ -20,9 +20,11 @@ class Sequence:
         "num_prompt",
         "num_sealed",
         "order",
+        "preempted_ns",
         "reported",
         "request",
         "root",
+        "stalled_ns",
         "stops",
         "tokens",
     )
@@ -47,6 +49,10 @@ class Sequence:
         """Tokens that the first admission found in the cache."""
         self.num_passed = 0
         """How many were admitted past it while it lacked blocks."""
+        self.preempted_ns: int | None = None
+        """Since when it waits again for blocks."""
+        self.stalled_ns = 0
+        """How long it did so, of which no event has told."""
         self.begin_ns: int | None = None
         self.reported = False
         """Whether an event has told of `num_cached` and `begin_ns`."""

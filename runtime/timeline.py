@@ -25,6 +25,8 @@ class Phase(StrEnum):
     DECODE_QUEUE = "decode_queue"
     """Waited in the engine that decodes, with its blocks there."""
     DECODE = "decode"
+    PREEMPTED = "preempted"
+    """Waited for blocks again after it had begun: in all, put after what it was doing meanwhile."""
     DELIVERY = "delivery"
     """Tokens on their way to the gateway, or there and not yet read by the client."""
     LOST = "lost"

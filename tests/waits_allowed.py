@@ -18,7 +18,6 @@ ALLOWED: dict[str, str] = {
     "runtime/model/parallel.py _GlooExchange.swap self._group.allgather().wait": _GROUP_TIMEOUT,
     "runtime/transfer/link.py SendLink._next self.life.changed.wait": _OWN_QUEUE,
     "runtime/transfer/shm.py ShmTransport._listen self._listener.accept": "`close` shuts the socket, which wakes it",
-    "cluster/api/grpc.py Calls.generate await context.write()": _CLIENT,
     "cluster/api/grpc.py _guard.guarded await answer()": "`answer` is a method of `Calls`, which is read",
     "cluster/api/health.py Health.Watch await changed.wait()": _CLIENT,
     "cluster/api/security.py TokenInterceptor.intercept_service await continuation()": "finds a handler, runs none",

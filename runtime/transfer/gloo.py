@@ -165,10 +165,10 @@ class GlooReceiveEnd:
 class GlooTransport:
     """`host`: name or address of this machine's interface that peers reach."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, secret: bytes) -> None:
         self._host = host
         self._ends = OpenEnds()
-        self._meeting = StoreMeeting(host, self._ends)
+        self._meeting = StoreMeeting(host, self._ends, secret)
 
     @property
     def device(self) -> torch.device:

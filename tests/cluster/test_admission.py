@@ -204,7 +204,7 @@ def test_small_requests_pass_a_big_one_a_bounded_number_of_times(toy: Any) -> No
 
     async def main() -> None:
         async with toy.World(CoordinatorConfig(max_bypass=2), router=toy.RouterConfig(disaggregate="never")) as w:
-            d = w.up(toy.ManualPort("d", 1, "decode", num_blocks=10))
+            d = w.up(toy.ManualPort("d", 1, "decode", num_blocks=12))
             streams = [ask(w, toy, "first", 34)]
             await turns()
             streams.append(ask(w, toy, "big", 38))
@@ -230,7 +230,7 @@ def test_priorities_age_at_the_gateway(toy: Any) -> None:
     async def main() -> None:
         config = CoordinatorConfig(priority_step_s=5.0)
         async with toy.World(config, router=toy.RouterConfig(disaggregate="never")) as w:
-            d = w.up(toy.ManualPort("d", 1, "decode", num_blocks=10))
+            d = w.up(toy.ManualPort("d", 1, "decode", num_blocks=12))
             streams = [ask(w, toy, "first", 36)]
             await turns()
             streams.append(ask(w, toy, "low", 36, priority=1))
@@ -258,7 +258,7 @@ def test_who_leaves_the_line_leaves_nothing_behind(toy: Any, how: str) -> None:
 
     async def main() -> None:
         async with toy.World(router=toy.RouterConfig(disaggregate="never")) as w:
-            d = w.up(toy.ManualPort("d", 1, "decode", num_blocks=10))
+            d = w.up(toy.ManualPort("d", 1, "decode", num_blocks=12))
             first = ask(w, toy, "first", 36)
             await turns()
             deadline_ns = w.clock.now_ns() + SECOND if how == "deadline" else None
