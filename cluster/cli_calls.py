@@ -24,8 +24,8 @@ STATUS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
-    """Which server to call, and how."""
+class Door:
+    """Which server to call, and how it is guarded."""
 
     target: Annotated[str, shown("HOST:PORT")] = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
     """Address of the server, HOST:PORT."""
@@ -39,17 +39,15 @@ class Server:
     """Certificate to show to the server."""
     tls_key: PemFile = None
     """Private key of --tls-cert."""
-    timeout_s: Annotated[float | None, shown("SECONDS", "no limit; 10 for status")] = None
-    """When to give up."""
 
     @property
     def encrypted(self) -> bool:
         return bool(self.tls or self.tls_ca or self.tls_cert or self.tls_key)
 
-    def client(self, default_timeout_s: float | None = None) -> Client:
+    def open(self, timeout_s: float | None) -> Client:
+        """`timeout_s`: of each call."""
         from kvferry.cluster.client import Client
 
-        timeout_s = default_timeout_s if self.timeout_s is None else self.timeout_s
         return Client(self.target, token=self._token(), tls=self._tls(), timeout_s=timeout_s)
 
     def async_client(self, target: str) -> AsyncClient:
@@ -65,6 +63,17 @@ class Server:
 
     def _tls(self) -> ClientTls | None:
         return ClientTls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key) if self.encrypted else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(Door):
+    """Which server to call, and how."""
+
+    timeout_s: Annotated[float | None, shown("SECONDS", "no limit; 10 for status")] = None
+    """When to give up."""
+
+    def client(self, default_timeout_s: float | None = None) -> Client:
+        return self.open(default_timeout_s if self.timeout_s is None else self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)

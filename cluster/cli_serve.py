@@ -10,7 +10,14 @@ from typing import Annotated, Literal
 import tyro
 
 from kvferry.cluster.cli_shared import PemFile, TokenFile, shown
-from kvferry.cluster.config import DEFAULT_HOST, DEFAULT_PORT, LimitOptions, ServeConfig, ServerOptions
+from kvferry.cluster.config import (
+    DEFAULT_DRAIN_S,
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    LimitOptions,
+    ServeConfig,
+    ServerOptions,
+)
 from kvferry.runtime.config import (
     CacheConfig,
     DType,
@@ -78,6 +85,9 @@ class Serve:
     """Let in only clients whose certificates these authorities have signed."""
     max_message: Annotated[str, shown("SIZE")] = "4MiB"
     """Largest message that a client may send."""
+
+    drain_s: float = DEFAULT_DRAIN_S
+    """Seconds that running requests have to end after Ctrl-C or SIGTERM; new ones are refused. A second one kills."""
 
     ray_address: Annotated[str | None, shown("HOST:PORT", "start one on this machine, for as long as we serve")] = None
     """Join a running Ray cluster; "auto" finds one that runs here."""
@@ -149,6 +159,7 @@ class Serve:
             disaggregate=self.disaggregate,
             host=self.host,
             port=self.port,
+            drain_s=self.drain_s,
             ray_address=self.ray_address,
             metrics_port=self.metrics_port,
             log_json=self.log_json,

@@ -8,7 +8,7 @@ from rich.table import Table
 from kvferry.cluster.service import ClusterView, GroupView
 from kvferry.runtime.timeline import Timeline
 
-_STATE_STYLE = {"live": "green", "starting": "yellow", "unreachable": "yellow", "dead": "red"}
+_STATE_STYLE = {"live": "green", "starting": "yellow", "draining": "yellow", "unreachable": "yellow", "dead": "red"}
 
 
 def show(cluster: ClusterView, findings: list[str] | None) -> None:

@@ -14,6 +14,7 @@ from kvferry.runtime.ids import GroupId
 Role = Literal["prefill", "decode", "mixed"]
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 50051
+DEFAULT_DRAIN_S = 30.0
 MAX_GROUPS = 4096
 
 
@@ -102,6 +103,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     """0: one that is free."""
+    drain_s: float = DEFAULT_DRAIN_S
+    """For running requests to end after SIGTERM or SIGINT; new ones are refused meanwhile."""
     ray_address: str | None = None
     """Of a running cluster; `None`: start one on this machine."""
     metrics_port: int | None = None
@@ -123,6 +126,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "prefill + decode + mixed", 0, "must be at least 1 group", "e.g. --prefill 1 --decode 1, or --mixed 1"
             )
         check_range("port", self.port, 0, 65535)
+        check_range("drain_s", self.drain_s, 0.0, 86400.0)
         if self.metrics_port is not None:
             check_range("metrics_port", self.metrics_port, 1, 65535)
 

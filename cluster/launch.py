@@ -31,6 +31,7 @@ import kvferry.cluster.grpc_env
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
+from kvferry.cluster.operations import Operations
 from kvferry.cluster.orphans import OwnRay
 from kvferry.cluster.supervisor import Supervisor, SupervisorPolicy, first_leaf
 from kvferry.cluster.topology import allot
@@ -40,8 +41,8 @@ from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
 from kvferry.runtime.model.fit import check_fit
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
-DRAIN_S = 2.0
-"""Of running requests at the end; they are cancelled after it."""
+GRACE_S = 2.0
+"""For what is still being sent to clients at the very end."""
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
@@ -82,6 +83,7 @@ class RunningCluster:
         self._on_connected = on_connected
         self._on_ray_lost = on_ray_lost
         self._closing = asyncio.Event()
+        self._drain_s = 0.0
         self._usable = asyncio.get_running_loop().create_future()
         self.target = ""
         self.gateway: Gateway
@@ -101,8 +103,9 @@ class RunningCluster:
         """Returns after `close`. Raises what ended the deployment."""
         await asyncio.shield(self._task)
 
-    def begin_close(self) -> None:
-        """The start of `close`, for signal handlers."""
+    def begin_close(self, drain_s: float = 0.0) -> None:
+        """The start of `close`, for signal handlers. New requests are refused; those that run have `drain_s` to end."""
+        self._drain_s = drain_s
         self._closing.set()
 
     async def close(self) -> None:
@@ -147,7 +150,7 @@ class RunningCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.gateway = await stack.enter_async_context(Gateway(config, self._files.name, spec))
             server = make_server(self.gateway, config.host, config.port, config.server)
-            stack.push_async_callback(server.stop, DRAIN_S)
+            stack.push_async_callback(server.stop, GRACE_S)
             if config.metrics_port is not None:
                 stop_metrics = self.gateway.metrics.serve(config.host, config.metrics_port)
                 stack.push_async_callback(asyncio.to_thread, stop_metrics)
@@ -158,8 +161,12 @@ class RunningCluster:
             self._on_connected()
             await server.start()
             self.supervisor = self._supervise(nodes)
+            operations = Operations(
+                config, self.gateway, self.supervisor, lambda group: check_fit(config.engine, spec, group.tp_size)
+            )
+            stack.push_async_callback(operations.close)
+            self.gateway.operator = operations
             await self._until_closed(server, own_ray)
-            server.set_ready(False)
 
     def _supervise(self, nodes: list[float]) -> Supervisor:
         from kvferry.cluster.ray_groups import RayLauncher, RayOptions
@@ -177,7 +184,12 @@ class RunningCluster:
         allotments = allot(config.groups(), config.engine.threads, nodes)
         name = f"gateway-{os.getpid()}"
         return Supervisor(
-            allotments, RayLauncher(options), self.gateway, secret=secret, gateway=name, policy=self._policy
+            allotments,
+            RayLauncher(options, allotments[0].cpus),
+            self.gateway,
+            secret=secret,
+            gateway=name,
+            policy=self._policy,
         )
 
     async def _until_closed(self, server: ApiServer, own_ray: OwnRay | None) -> None:
@@ -186,15 +198,24 @@ class RunningCluster:
         announce = asyncio.create_task(self._announce(server), name="announce")
         close = asyncio.create_task(self._closing.wait(), name="close")
         lost = asyncio.create_task(self._ray_lost(own_ray), name="ray")
-        tasks: tuple[asyncio.Task[Any], ...] = (supervise, announce, close, lost)
+        others: list[asyncio.Task[Any]] = [announce, close, lost]
         try:
-            done, _ = await asyncio.wait((supervise, close, lost), return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait((supervise, close, lost), return_when=asyncio.FIRST_COMPLETED)
+            announce.cancel()
+            server.set_ready(False)
+            self.gateway.coordinator.close_door()
+            idle = asyncio.create_task(self.gateway.coordinator.idle(), name="idle")
+            others.append(idle)
+            if not supervise.done() and not lost.done():
+                left_s = self._drain_s if self._usable.done() else 0.0
+                await asyncio.wait((supervise, idle, lost), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in (supervise, lost):
+                if task.done():
+                    task.result()
         finally:
-            for task in tasks:
+            for task in (supervise, *others):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(supervise, *others, return_exceptions=True)
 
     async def _ray_lost(self, own_ray: OwnRay | None) -> None:
         if own_ray is None:  # somebody else's cluster
@@ -319,14 +340,15 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
         loop.call_later(RAY_LOST_GRACE_S, os._exit, 1)
 
     def on_signal() -> None:
-        if cluster.closing:
-            os._exit(130)  # asked twice: at once; workers end with their raylet
-        _log.info("stopping")
+        if cluster.closing:  # asked twice: at once
+            _kill_children()
+            os._exit(130)
+        _log.info("stopping", at_most_s=config.drain_s)
         if not connected:  # Ray's start cannot be interrupted, and nothing of ours runs yet
             _kill_children()
             os._exit(0)
-        cluster.begin_close()
-        loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
+        cluster.begin_close(config.drain_s)
+        loop.call_later(config.drain_s + CLOSE_TIMEOUT_S, os._exit, 1)
 
     def listen() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

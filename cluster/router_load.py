@@ -81,8 +81,13 @@ class GroupRates:
 
     def joined_step_s(self, peer: Peer, num_running: int, joining: int) -> float:
         """A step of the batch after `joining` came, and what that adds to the step of each who was there."""
-        base, slope = self._step.get(peer, _StepTime()).line(self._prior[1])
+        base, slope = self._line(peer)
         return base + slope * (num_running + joining) + slope * joining * num_running
+
+    def _line(self, peer: Peer) -> tuple[float, float]:
+        known = [self._step[peer]] if peer in self._step else list(self._step.values()) or [_StepTime()]
+        lines = [step.line(self._prior[1]) for step in known]
+        return sum(base for base, _ in lines) / len(lines), sum(slope for _, slope in lines) / len(lines)
 
 
 def _known(means: dict[Peer, float], peer: Peer, prior: float) -> float:

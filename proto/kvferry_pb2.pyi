@@ -386,3 +386,53 @@ class AuditResponse(_message.Message):
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
     findings: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, findings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("group", "timeout_s")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    timeout_s: float
+    def __init__(self, group: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("prefill", "decode", "mixed", "timeout_s")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    MIXED_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    mixed: int
+    timeout_s: float
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., mixed: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("group", "role")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    role: str
+    def __init__(self, group: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+
+class RestartRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+
+class OperationResult(_message.Message):
+    __slots__ = ("seconds", "started", "ended", "num_moved", "num_rerouted", "num_resumed")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REROUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    started: _containers.RepeatedScalarFieldContainer[str]
+    ended: _containers.RepeatedScalarFieldContainer[str]
+    num_moved: int
+    num_rerouted: int
+    num_resumed: int
+    def __init__(self, seconds: _Optional[float] = ..., started: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[str]] = ..., num_moved: _Optional[int] = ..., num_rerouted: _Optional[int] = ..., num_resumed: _Optional[int] = ...) -> None: ...

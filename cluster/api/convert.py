@@ -19,9 +19,15 @@ from kvferry.cluster.service import (
     ClusterView,
     Completed,
     Delta,
+    Drain,
     GenerateCall,
     GroupView,
     ModelView,
+    Operation,
+    OperationView,
+    Restart,
+    Scale,
+    SetRole,
     Started,
     StreamEvent,
 )
@@ -31,6 +37,7 @@ from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import FinishReason, Logprob, SamplingParams, Usage
 from kvferry.runtime.timeline import Cause, Phase, Setback, Span, Timeline
 
+DEFAULT_DRAIN_S = 60.0
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
@@ -49,6 +56,12 @@ _CAUSES_BACK = {wire: cause for cause, wire in _CAUSES.items()}
 _GROUP_FIELDS = GroupView.__struct_fields__
 _COUNTER_FIELDS = ("num_requests", "num_finished", "num_failed", "num_resumed")
 _MODEL_FIELDS = ModelView.__struct_fields__
+_OPERATIONS: dict[str, type[Operation]] = {
+    "DrainRequest": Drain,
+    "ScaleRequest": Scale,
+    "SetRoleRequest": SetRole,
+    "RestartRequest": Restart,
+}
 
 
 # ---------------------------------------------------------------- from a client
@@ -145,6 +158,19 @@ def check_tokenize(request: pb.TokenizeRequest) -> str:
     return kind
 
 
+def to_operation(request: Message) -> Operation:
+    """Absent fields take their defaults. Raises `InvalidArgument` for fields that this server does not know."""
+    check_known(request)
+    kind = _OPERATIONS[request.DESCRIPTOR.name]
+    fields = {field.name: value for field, value in request.ListFields()}
+    for name in kind.__struct_fields__:
+        if name == "timeout_s":
+            fields.setdefault(name, DEFAULT_DRAIN_S)
+        elif not request.DESCRIPTOR.fields_by_name[name].has_presence:
+            fields.setdefault(name, "")
+    return kind(**fields)
+
+
 # ---------------------------------------------------------------- to a client
 def from_event(event: StreamEvent) -> pb.GenerateResponse:
     if isinstance(event, Delta):
@@ -203,6 +229,10 @@ def from_cluster(view: ClusterView) -> pb.Cluster:
         groups=[pb.Group(**msgspec.structs.asdict(group)) for group in view.groups],
         **{name: getattr(view, name) for name in _COUNTER_FIELDS},
     )
+
+
+def from_operation_view(view: OperationView) -> pb.OperationResult:
+    return pb.OperationResult(**msgspec.structs.asdict(view))
 
 
 # ---------------------------------------------------------------- the client's side
@@ -372,3 +402,16 @@ def to_cluster(message: pb.Cluster) -> ClusterView:
 def _plain(message: Message, names: Iterable[str]) -> dict[str, Any]:
     fields = message.DESCRIPTOR.fields_by_name
     return {n: list(getattr(message, n)) if fields[n].is_repeated else getattr(message, n) for n in names}
+
+
+def operation_request(method: str, **fields: Any) -> Message:
+    """Of one of the four methods that change a deployment. `None`: absent."""
+    request: Message = getattr(pb, f"{method}Request")()
+    for name, value in fields.items():
+        if value is not None:
+            _set(request, name, value)
+    return request
+
+
+def to_operation_view(message: pb.OperationResult) -> OperationView:
+    return OperationView(**_plain(message, OperationView.__struct_fields__))

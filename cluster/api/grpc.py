@@ -100,6 +100,9 @@ class Calls:
         convert.check_known(request)
         return pb.AuditResponse(findings=await self._service.audit())
 
+    async def operate(self, request: Any, _context: Context) -> pb.OperationResult:
+        return convert.from_operation_view(await self._service.operate(convert.to_operation(request)))
+
     def handlers(self) -> dict[str, Callable[[Any, Context], Awaitable[Any]]]:
         return {
             "Generate": self.generate,
@@ -108,6 +111,10 @@ class Calls:
             "GetModel": self.get_model,
             "GetCluster": self.get_cluster,
             "Audit": self.audit,
+            "Drain": self.operate,
+            "Scale": self.operate,
+            "SetRole": self.operate,
+            "Restart": self.operate,
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from kvferry.cluster.sim.world import World
 
 MAX_GATEWAYS = 6
-GRACE_S = 0.2
-"""For the end of a stream to be heard of, and for a step."""
+GRACE_S = 0.4
+"""For the end of a stream to be heard of, and for a step; less than a lease."""
 
 
 class Disturbance:
@@ -40,7 +41,7 @@ class Disturbance:
     async def run(self, begin: float) -> None:
         """Returns after the last timed fault."""
         for fault in self._counted:
-            self._trace.at_event(fault.at_event or 0, lambda fault=fault: self._strike(fault))
+            self._trace.at_event(fault.at_event or 0, functools.partial(self._strike, fault))
         for fault in self._timed:
             await asyncio.sleep(max(0.0, begin + (fault.at_s or 0.0) - self._loop.time()))
             self._strike(fault)
@@ -133,7 +134,7 @@ class Disturbance:
         gateway = gateways[fault.which % len(gateways)]
         self._trace.fault("gateway death", gateway.name, gateway.coordinator.in_flight)
         gateway.die()
-        self._loop.call_later(self._world.scenario.transfer_timeout_s + GRACE_S, self._check_clean_of, gateway)
+        self._loop.call_later(GRACE_S, self._check_clean_of, gateway)
         if len(self._world.gateways) < MAX_GATEWAYS:
             self._loop.call_later(0.05, self._new_gateway)
 

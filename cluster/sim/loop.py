@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 START_NS = 1_000_000_000_000
 """The wall clock of a process without skew, when the loop's time is 0."""
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Deadlock(RuntimeError):
@@ -44,7 +45,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.now
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 

@@ -22,7 +22,7 @@ WINDOW = 64
 """Frames on their way or unread, per direction; whoever writes more waits."""
 
 
-class StreamBroken(grpc.RpcError):
+class StreamBroken(grpc.RpcError):  # type: ignore[misc]  # grpc has no types
     """The other end is gone, or the way to it."""
 
 
@@ -35,7 +35,7 @@ class Process:
         self.alive = True
         self.stopped = False
         self._later: list[Callable[[], None]] = []
-        self._ends: list[Callable[[], None]] = []
+        self._ends: list[Callable[[], object]] = []
 
     def do(self, what: Callable[[], None]) -> None:
         """Now, or when it goes on. Never, when it is gone."""
@@ -53,7 +53,7 @@ class Process:
         for what in later:
             self.do(what)
 
-    def on_end(self, what: Callable[[], None]) -> None:
+    def on_end(self, what: Callable[[], object]) -> None:
         self._ends.append(what)
 
     def end(self) -> None:

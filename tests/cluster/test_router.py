@@ -128,6 +128,17 @@ def test_rates_are_learned_and_lent_to_newcomers(toy: Any) -> None:
     assert router.route(Demand(1000, 1, 2), [b], {}).prefill_s == pytest.approx(0.1)  # type: ignore[union-attr]
 
 
+def test_step_times_are_lent_to_newcomers(toy: Any) -> None:
+    """Fault: a group that was added decodes nothing, because the prior is slower than what the others measured."""
+    old, new = member(toy, "old"), member(toy, "new")
+    router = Router(RouterConfig(disaggregate="never"))
+    router.observe(old.peer, Load(decode_step_s=0.001, num_running=8))
+    router.book(router.route(Demand(100, 8, 50), [old], {}))  # type: ignore[arg-type]
+    decision = router.route(Demand(100, 1, 50), [old, new], {})
+    assert decision is not None
+    assert decision.decode == new.peer
+
+
 def test_step_time_against_batch_is_fitted(toy: Any) -> None:
     router = Router(RouterConfig(disaggregate="never"))
     m = member(toy, "m")
