@@ -192,7 +192,7 @@ class Admission:
     def _excess(self, homes: Sequence[Member], wanted: int, kind: str) -> float:
         """What is booked and `wanted` beyond what the groups hold, as a share of that."""
         room = sum(m.info.num_blocks if kind == "num_blocks" else m.info.max_sequences for m in homes)
-        booked = sum(getattr(self._router.load.booked(m.peer), kind) for m in homes)
+        booked: int = sum(getattr(self._router.load.booked(m.peer), kind) for m in homes)
         return max(0.0, (booked + wanted - room) / room)
 
 

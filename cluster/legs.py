@@ -184,7 +184,7 @@ class Record:
 
     def owns(self, transfer_id: TransferId) -> bool:
         """Not another request's that has the same id."""
-        return transfer_id.startswith(f"{self.request.request_id}/{self._number}.")
+        return transfer_id.startswith(f"{self.engine_id}/{self.order}.")
 
     def next_transfer_id(self) -> TransferId:
         return TransferId(f"{self.engine_id}/{self.order}.{self.num_transfers}")

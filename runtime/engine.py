@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -368,8 +369,14 @@ class Engine:
         broken = []
         held = Counter(block_id for s in self.scheduler.running for block_id in s.block_ids)
         held += self.inbound.references() + self.outbound.references()
-        checks = [part.check_invariants for part in (self.pool, self.scheduler, self.inbound, self.outbound)]
-        for check in (*checks, lambda: self.pool.check_holders(held)):
+        checks: list[Callable[[], None]] = [
+            self.pool.check_invariants,
+            self.scheduler.check_invariants,
+            self.inbound.check_invariants,
+            self.outbound.check_invariants,
+            partial(self.pool.check_holders, held),
+        ]
+        for check in checks:
             try:
                 check()
             except InvariantBroken as error:

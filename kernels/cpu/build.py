@@ -17,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libkvferry_cpu.so"
+COMPILE_TIMEOUT_S = 300
 SOURCES = ("api.h", "attention.h", "dispatch.cpp", "kernels.cpp", "small.h", "vec.h")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno")
 _AVX2 = ("-mavx2", "-mfma")
@@ -64,7 +65,10 @@ def _compiler() -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMPILE_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(str(error)) from error
     if done.returncode:
         raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr}")
 
