@@ -47,6 +47,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     cache_salt: str | None
     request_id: str | None
+    retry_budget: int | None
     n: int
     temperature: float
     top_p: float
@@ -119,7 +120,7 @@ class _Base:
         """The message and the deadline of a call."""
         rest = dict(options)
         messages, token_ids, timeout_s = (rest.pop(key, None) for key in ("messages", "token_ids", "timeout_s"))
-        fields = {key: rest.pop(key, None) for key in ("priority", "cache_salt", "request_id")}
+        fields = {key: rest.pop(key, None) for key in ("priority", "cache_salt", "request_id", "retry_budget")}
         request = convert.make_request(prompt, messages, token_ids, sampling, fields, rest)
         return request, self._timeout_s if timeout_s is None else timeout_s
 
@@ -155,12 +156,13 @@ class Client(_Base):
         return self._events(request, timeout_s)
 
     def _events(self, request: Any, timeout_s: float | None) -> Generator[StreamEvent, None, None]:
-        call = self._connection.call("Generate", request, timeout_s)
+        call, begun = self._connection.call("Generate", request, timeout_s), False
         try:
             for message in call:
+                begun = True
                 yield convert.to_event(message)
         except grpc.RpcError as failure:
-            raise self._connection.error(failure, timeout_s) from None
+            raise self._connection.error(failure, timeout_s, begun) from None
         finally:
             call.cancel()
 
@@ -273,12 +275,13 @@ class AsyncClient(_Base):
         return self._events(request, timeout_s)
 
     async def _events(self, request: Any, timeout_s: float | None) -> AsyncGenerator[StreamEvent, None]:
-        call = self._connection.call("Generate", request, timeout_s)
+        call, begun = self._connection.call("Generate", request, timeout_s), False
         try:
             async for message in call:
+                begun = True
                 yield convert.to_event(message)
         except grpc.RpcError as failure:
-            raise self._connection.error(failure, timeout_s) from None
+            raise self._connection.error(failure, timeout_s, begun) from None
         finally:
             call.cancel()
 

@@ -3,7 +3,8 @@
     gateways' streams ─┐                                   ┌─▶ tokens, to the gateway that submitted the sequence
     link threads ──────┴─▶ inbox ─▶ engine-loop (step) ────┴─▶ KV events, transfers, load, to all gateways
 
-The engine is touched by no other thread. An exception in it ends the process: never "continue and hope".
+What a message does stands in `engine_driver.py`. The engine is touched by no other thread. An exception
+in it ends the process: never "continue and hope".
 """
 
 from __future__ import annotations
@@ -13,71 +14,26 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
+from kvferry.cluster.engine_driver import EngineDriver, EngineLike, GatewayClosed, Sink
 from kvferry.cluster.group import exit_process
-from kvferry.cluster.kv_events import KvEventLog
-from kvferry.runtime.errors import FatalError, KvferryError
-from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
-from kvferry.runtime.reports import StepOutput
-from kvferry.runtime.request import SequenceRequest, TokenEvent
-from kvferry.runtime.transfer.ticket import ExpectRequest, LinkReport, Ticket, TransferEvent
+from kvferry.runtime.transfer.ticket import LinkReport
 
 MAX_INBOX = 16384
 MAX_MESSAGES_PER_TURN = 1024
 """So that a flood of messages cannot hold up the steps."""
 IDLE_S = 0.5
 POST_TIMEOUT_S = 15.0
-MAX_REMEMBERED_TRANSFERS = 65536
 
 _log = structlog.get_logger(__name__)
 
 
-class EngineLike(Protocol):
-    """The part of `kvferry.runtime.engine.Engine` that the loop drives."""
-
-    def submit(self, request: SequenceRequest, now_ns: int) -> None: ...
-    def cancel(self, key: SequenceKey) -> None: ...
-    def expect(self, request: ExpectRequest, now_ns: int) -> Ticket: ...
-    def send(self, ticket: Ticket, now_ns: int) -> None: ...
-    def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None: ...
-    def renew(self, ids: list[TransferId], timeout_s: float, now_ns: int) -> None: ...
-    def peer_gone(self, peer: Peer) -> None: ...
-    def report(self, report: LinkReport) -> None: ...
-    def has_work(self) -> bool: ...
-    def next_deadline_ns(self) -> int | None: ...
-    def step(self, now_ns: int) -> StepOutput: ...
-    def load(self) -> m.Load: ...
-    def audit(self) -> Any: ...  # the fields of `messages.Audit` but `call_id`
-    def cached_hashes(self) -> list[BlockHash]: ...
-
-
-class GatewayClosed(msgspec.Struct, frozen=True):
-    """A gateway's stream ended: what it asked for is nobody's any more."""
-
-
-class Output(msgspec.Struct, frozen=True):
-    """What one step brought. `tokens` by gateway."""
-
-    tokens: dict[str, list[TokenEvent]]
-    transfers: list[TransferEvent]
-    kv: m.KvEvents | None
-    load: m.Load
-
-
-class Sink(Protocol):
-    """Takes what the engine says. Called from the engine's thread, in order; must not block."""
-
-    def output(self, output: Output) -> None: ...
-    def reply(self, gateway: str, reply: m.Reply | m.Audit | m.KvSnapshot) -> None: ...
-
-
 class EngineLoop:
-    """`post` and `report` are thread-safe; all else belongs to the loop's own thread."""
+    """`post` and `report` are thread-safe; all else belongs to the loop's own thread, which also calls the sink."""
 
     def __init__(
         self,
@@ -88,16 +44,11 @@ class EngineLoop:
         max_inbox: int = MAX_INBOX,
         on_crash: Callable[[str], None] = exit_process,
     ) -> None:
-        self._engine = engine
+        self._driver = EngineDriver(engine, sink.reply, now_ns)
         self._sink = sink
         self._now_ns = now_ns
         self._on_crash = on_crash
         self._inbox: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=max_inbox)
-        self._owner: dict[SequenceKey, str] = {}
-        self._transfers: dict[tuple[TransferId, int], str] = {}
-        self._log = KvEventLog()
-        self._visible: set[BlockHash] = set()
-        """As the frames so far tell it; what a snapshot must agree with."""
         self._stopping = False
         self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -146,126 +97,17 @@ class EngineLoop:
         self._last_turn = time.monotonic()
         self._read_inbox()
         now_ns = self._now_ns()
-        deadline_ns = self._engine.next_deadline_ns()
-        if self._engine.has_work() or (deadline_ns is not None and deadline_ns <= now_ns):
-            self._emit(self._engine.step(now_ns))
+        if self._driver.due(now_ns):
+            self._sink.output(self._driver.step(now_ns))
 
     def _read_inbox(self) -> None:
         """Reads what is there; waits for the first message when the engine has nothing else to do."""
-        wait_s = self._wait_s()
+        wait_s = self._driver.wait_s(self._now_ns(), IDLE_S)
         try:
             item = self._inbox.get(block=wait_s > 0, timeout=wait_s or None)
             for _ in range(MAX_MESSAGES_PER_TURN):
-                self._handle(*item)
+                self._driver.handle(*item)
                 item = self._inbox.get_nowait()
-            self._handle(*item)
+            self._driver.handle(*item)
         except queue.Empty:
             return
-
-    def _wait_s(self) -> float:
-        if self._engine.has_work():
-            return 0.0
-        deadline_ns = self._engine.next_deadline_ns()
-        if deadline_ns is None:
-            return IDLE_S
-        return min(IDLE_S, max(0.0, (deadline_ns - self._now_ns()) / 1e9))
-
-    def _handle(self, gateway: str, message: Any) -> None:
-        """A message that the engine refuses costs its sender, not the group."""
-        try:
-            self._apply(gateway, message)
-        except FatalError:
-            raise
-        except KvferryError as error:
-            _log.warning("message_refused", kind=type(message).__name__, gateway=gateway, error=str(error))
-
-    def _apply(self, gateway: str, message: Any) -> None:
-        engine, now_ns = self._engine, self._now_ns()
-        match message:
-            case m.Submit(sequences=sequences):
-                for sequence in sequences:
-                    self._owner[sequence.key] = gateway
-                    engine.submit(sequence, now_ns)
-            case m.Cancel(keys=keys):
-                for key in keys:
-                    engine.cancel(key)
-            case m.Expect(call_id=call_id, request=request):
-                self._sink.reply(gateway, self._expect(gateway, call_id, request))
-            case m.SendTicket(ticket=ticket):
-                self._remember_transfer(gateway, ticket.transfer_id, ticket.attempt)
-                engine.send(ticket, now_ns)
-            case m.EndTransfer(transfer_id=transfer_id, attempt=attempt, reason=reason):
-                self._transfers.pop((transfer_id, attempt), None)
-                engine.end_transfer(transfer_id, attempt, reason)
-            case m.Renew(transfer_ids=transfer_ids, timeout_s=timeout_s):
-                engine.renew(transfer_ids, timeout_s, now_ns)
-            case m.PeerGone(group=group, epoch=epoch):
-                engine.peer_gone(Peer(group, epoch))
-            case m.Query(call_id=call_id, what=what):
-                self._sink.reply(gateway, self._query(call_id, what))
-            case GatewayClosed():
-                self._forget_gateway(gateway)
-            case _:
-                engine.report(message)
-
-    def _expect(self, gateway: str, call_id: int, request: ExpectRequest) -> m.Reply:
-        try:
-            ticket = self._engine.expect(request, self._now_ns())
-        except FatalError:
-            raise
-        except KvferryError as error:
-            return m.Reply(call_id=call_id, error_label=error.label, error_message=str(error))
-        self._remember_transfer(gateway, request.transfer_id, request.attempt)
-        return m.Reply(call_id=call_id, ticket=ticket)
-
-    def _query(self, call_id: int, what: str) -> m.Reply | m.Audit | m.KvSnapshot:
-        if what == "snapshot":  # the sink writes the frame's number into it
-            return m.KvSnapshot(call_id=call_id, seq=0, hashes=list(self._visible))
-        if what == "audit":
-            audit = self._engine.audit()
-            return m.Audit(
-                call_id=call_id,
-                broken=list(audit.broken),
-                sequences=list(audit.sequences),
-                inbound=list(audit.inbound),
-                outbound=list(audit.outbound),
-                num_leased_blocks=audit.num_leased_blocks,
-            )
-        return m.Reply(call_id=call_id, error_label="invalid_argument", error_message=f"what={what!r}")
-
-    def _remember_transfer(self, gateway: str, transfer_id: TransferId, attempt: int) -> None:
-        """The source of a transfer never hears of its end, so the oldest entries make room."""
-        while len(self._transfers) >= MAX_REMEMBERED_TRANSFERS:
-            del self._transfers[next(iter(self._transfers))]
-        self._transfers[transfer_id, attempt] = gateway
-
-    def _forget_gateway(self, gateway: str) -> None:
-        for key in [key for key, owner in self._owner.items() if owner == gateway]:
-            self._engine.cancel(key)
-        for transfer_id, attempt in [name for name, owner in self._transfers.items() if owner == gateway]:
-            del self._transfers[transfer_id, attempt]
-            self._engine.end_transfer(transfer_id, attempt, "its gateway is gone")
-
-    def _emit(self, step: StepOutput) -> None:
-        tokens: dict[str, list[TokenEvent]] = {}
-        for event in step.tokens:
-            over = event.finish_reason is not None or event.error_label is not None
-            owner = self._owner.pop(event.key, None) if over else self._owner.get(event.key)
-            if owner is not None:
-                tokens.setdefault(owner, []).append(event)
-        for transfer in step.transfers:
-            self._transfers.pop((transfer.transfer_id, transfer.attempt), None)
-        kv = self._kv_events(step.stored, step.removed)
-        self._sink.output(Output(tokens=tokens, transfers=step.transfers, kv=kv, load=self.load()))
-
-    def _kv_events(self, stored: list[BlockHash], removed: list[BlockHash]) -> m.KvEvents | None:
-        for block_hash in stored:
-            self._log.stored(block_hash)
-        for block_hash in removed:
-            self._log.removed(block_hash)
-        self._visible.update(stored)
-        self._visible.difference_update(removed)
-        return self._log.take()
-
-    def load(self) -> m.Load:
-        return self._engine.load()

@@ -23,6 +23,7 @@ from kvferry.cluster import messages as m
 from kvferry.cluster.answers import Answer
 from kvferry.cluster.config import GroupSpec, Role, ServeConfig
 from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
+from kvferry.cluster.intake import Intake
 from kvferry.cluster.peer_stream import RemoteGroup
 from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import GroupState, Registry, RegistryConfig
@@ -49,7 +50,6 @@ from kvferry.runtime.text.tokenizer import Tokenizer
 AUDIT_TIMEOUT_S = 5.0
 AUDIT_TRIES = 4
 AUDIT_PAUSE_S = 0.3
-SNAPSHOT_TIMEOUT_S = 10.0
 _EMPTY = ("dead", "drained")
 LONG_PROMPT_CHARS = 20_000
 """Longer prompts are tokenised in another thread, so that other requests' tokens go on meanwhile."""
@@ -99,13 +99,22 @@ class Gateway:
             Router(RouterConfig(disaggregate=config.disaggregate)),
             self._index,
             self._clock,
-            CoordinatorConfig(transfer_timeout_s=config.engine.transfer.timeout_s),
+            CoordinatorConfig(
+                gateway=secrets.token_hex(4),
+                transfer_timeout_s=config.engine.transfer.timeout_s,
+                max_in_flight=config.limits.max_requests,
+                max_queue_s=config.limits.max_queue_s,
+                priority_step_s=config.engine.scheduler.priority_step_s,
+                max_bypass=config.engine.scheduler.max_bypass,
+                max_unread_bytes=config.limits.max_unread_bytes,
+                retry_budget=config.limits.retry_budget,
+            ),
         )
-        self.metrics = Metrics(self._loads)
+        self.metrics = Metrics(self._loads, lambda: self.coordinator.num_waiting)
         self._places: dict[Peer, _Place] = {}
         self.operator: Operator | None = None
-        self._snapshots: set[Peer] = set()
         self._tasks = asyncio.TaskGroup()
+        self._intake = Intake(self.registry, self._index, self.coordinator, self._clock, self._tasks)
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Gateway:
@@ -124,9 +133,13 @@ class Gateway:
     # ------------------------------------------------------------ Service
     async def generate(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
         request = await self._request(call)
-        outcome, timeline = "cancelled", None
+        outcome = "cancelled"
         with structlog.contextvars.bound_contextvars(request_id=request.request_id):
-            stream = self.coordinator.start(request)
+            try:
+                stream = self.coordinator.start(request)
+            except KvferryError as error:
+                self.metrics.refused(error)
+                raise
             self.metrics.begun()
             try:
                 async with contextlib.aclosing(stream):
@@ -135,17 +148,17 @@ class Gateway:
                     async for event in stream:
                         for delta in answer.take([event, *stream.arrived()]):
                             yield delta
-                    outcome, timeline = answer.finish_reason, stream.timeline
+                    outcome = answer.finish_reason
                     usage = msgspec.structs.replace(stream.usage, num_output_tokens=answer.num_output_tokens)
                 self.metrics.used(usage)
-                yield Completed(usage, timeline)
+                yield Completed(usage, stream.timeline)
             except Cancelled:
                 raise
             except KvferryError as error:
                 outcome = error.label
                 raise
             finally:
-                self.metrics.ended(outcome, timeline)
+                self.metrics.ended(outcome, stream.timeline)
 
     async def _request(self, call: GenerateCall) -> Request:
         """Raises `InvalidArgument` naming the field."""
@@ -172,6 +185,7 @@ class Gateway:
             priority=call.priority,
             arrival_ns=arrival_ns,
             deadline_ns=None if call.timeout_s is None else arrival_ns + int(call.timeout_s * 1e9),
+            retry_budget=call.retry_budget,
         )
 
     async def _prompt(self, call: GenerateCall) -> list[int]:
@@ -326,23 +340,7 @@ class Gateway:
             self._places.pop(peer, None)
 
     def on_frame(self, port: RemoteGroup, frame: m.StepFrame) -> None:
-        peer = port.peer
-        if not self.registry.on_frame(peer, frame, self._clock.now_ns()):
-            return
-        if self._index.apply(peer, frame.seq, frame.kv) and peer not in self._snapshots:
-            self._snapshots.add(peer)
-            self._tasks.create_task(self._snapshot(port), name=f"snapshot {peer}")
-        self.coordinator.on_frame(peer, frame)
-
-    async def _snapshot(self, port: RemoteGroup) -> None:
-        """One at a time per group; if it was not enough, the next frame asks again."""
-        try:
-            snapshot = await port.snapshot(SNAPSHOT_TIMEOUT_S)
-            self._index.snapshot(port.peer, snapshot.seq, snapshot.hashes)
-        except GroupUnavailable as error:
-            _log.info("no_snapshot", peer=str(port.peer), reason=str(error))
-        finally:
-            self._snapshots.discard(port.peer)
+        self._intake.on_frame(port, frame)
 
     # ------------------------------------------------------------ inside
     def loading(self) -> list[tuple[GroupId, float]]:

@@ -16,12 +16,13 @@ import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
-from kvferry.cluster.engine_loop import POST_TIMEOUT_S, GatewayClosed, Output
+from kvferry.cluster.engine_driver import GatewayClosed, Output
+from kvferry.cluster.engine_loop import POST_TIMEOUT_S
 from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE
 
 HELLO_TIMEOUT_S = 10.0
 HEARTBEAT_S = 0.5
-STALL_S = 10.0
+STALL_S = 4.0
 """No heartbeat from an engine whose thread has not come around for so long: it counts as silent."""
 MAX_QUEUED_FRAMES = 2048
 """A gateway that is further behind is disconnected; the engine never waits for one."""
@@ -67,6 +68,10 @@ class Hub:
 
     def bind(self, inbox: Inbox) -> None:
         self._inbox = inbox
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
 
     # ------------------------------------------------------------ from the engine's thread
     def output(self, output: Output) -> None:
@@ -127,10 +132,10 @@ class Hub:
 
     # ------------------------------------------------------------ gRPC
     def add_to(self, server: grpc.aio.Server) -> None:
-        handler = grpc.stream_stream_rpc_method_handler(self._open)
+        handler = grpc.stream_stream_rpc_method_handler(self.open_stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
-    async def _open(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def open_stream(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
         hello = await self._hello(requests, context)
         self._num_opened += 1
         connection = _Connection(f"{hello.gateway}#{self._num_opened}")

@@ -13,9 +13,8 @@ gateway tells the supervisor, which replaces the group under a new epoch.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -47,6 +46,26 @@ OnFrame = Callable[["RemoteGroup", m.StepFrame], None]
 OnDown = Callable[["RemoteGroup", str], None]
 
 
+class Call(Protocol):
+    """The part of a `grpc.aio` stream-stream call that is used here."""
+
+    def write(self, data: bytes, /) -> Awaitable[None]: ...
+    def read(self) -> Awaitable[Any]:
+        """The next frame; something else than `bytes` at the end."""
+
+    def cancel(self) -> Any: ...
+
+
+CloseChannel = Callable[[], Awaitable[None]]
+Dial = Callable[[str], tuple[Call, CloseChannel]]
+
+
+def dial_grpc(target: str) -> tuple[Call, CloseChannel]:
+    """Opens the stream to a group's leader; nothing waits yet."""
+    channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return channel.stream_stream(f"/{SERVICE}/{METHOD}")(wait_for_ready=True), channel.close
+
+
 class RemoteGroup:
     """A live incarnation of a group as a gateway sees it: implements `ports.GroupPort`.
 
@@ -54,9 +73,11 @@ class RemoteGroup:
     and `on_down` are called on the event loop; `on_down` once, and not after `close`.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, call: Any, info: m.GroupInfo, on_frame: OnFrame, on_down: OnDown):
+    def __init__(
+        self, call: Call, close_channel: CloseChannel, info: m.GroupInfo, on_frame: OnFrame, on_down: OnDown
+    ) -> None:
         self.info = info
-        self._channel = channel
+        self._close_channel = close_channel
         self._call = call
         self._on_frame = on_frame
         self._on_down = on_down
@@ -64,31 +85,38 @@ class RemoteGroup:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 1
         self._closed = False
-        self._last_frame = time.monotonic()
+        self._clock = asyncio.get_running_loop().time
+        self._last_frame = self._clock()
         self._pump = asyncio.create_task(self._run(), name=f"peer-stream-{info.address.peer}")
 
     @classmethod
     async def connect(
-        cls, target: str, secret: str, gateway: str, on_frame: OnFrame, on_down: OnDown, timeout_s: float
+        cls,
+        target: str,
+        secret: str,
+        gateway: str,
+        on_frame: OnFrame,
+        on_down: OnDown,
+        timeout_s: float,
+        dial: Dial = dial_grpc,
     ) -> RemoteGroup:
         """Raises `Unauthenticated`, or `GroupUnavailable` when there is no valid `Welcome` within `timeout_s`."""
-        channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(wait_for_ready=True)
+        call, close_channel = dial(target)
         try:
             async with asyncio.timeout(timeout_s):
                 await call.write(m.encode(m.Hello(version=m.PROTOCOL_VERSION, secret=secret, gateway=gateway)))
                 first = await call.read()
             welcome = m.decode_from_group(first) if isinstance(first, bytes) else None
         except (TimeoutError, grpc.RpcError, msgspec.MsgspecError, asyncio.InvalidStateError) as error:
-            await channel.close()
+            await close_channel()
             if isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 raise Unauthenticated(f"the group at {target} refused: {error.details()}") from error
             why = error.details() if isinstance(error, grpc.aio.AioRpcError) else f"{type(error).__name__} {error}"
             raise GroupUnavailable(f"the group at {target} gave no welcome within {timeout_s} s: {why}") from error
         if not isinstance(welcome, m.Welcome) or welcome.version != m.PROTOCOL_VERSION:
-            await channel.close()
+            await close_channel()
             raise GroupUnavailable(f"the group at {target} speaks another protocol: {welcome!r:.80}")
-        return cls(channel, call, welcome.info, on_frame, on_down)
+        return cls(call, close_channel, welcome.info, on_frame, on_down)
 
     @property
     def peer(self) -> Peer:
@@ -96,7 +124,7 @@ class RemoteGroup:
 
     def silent_s(self) -> float:
         """Seconds since the last frame."""
-        return time.monotonic() - self._last_frame
+        return self._clock() - self._last_frame
 
     # ------------------------------------------------------------ messages
     def submit(self, sequences: list[SequenceRequest]) -> None:
@@ -183,7 +211,7 @@ class RemoteGroup:
         while isinstance(data := await self._call.read(), bytes):
             frame = m.decode_from_group(data)
             if isinstance(frame, m.StepFrame):
-                self._last_frame = time.monotonic()
+                self._last_frame = self._clock()
                 self._on_frame(self, frame)
             elif isinstance(frame, m.Reply | m.Audit | m.KvSnapshot):
                 waiting = self._calls.get(frame.call_id)
@@ -207,7 +235,7 @@ class RemoteGroup:
         self._end("closed here")
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
-        await self._channel.close()
+        await self._close_channel()
 
 
 def _nobody(_group: RemoteGroup, _reason: str) -> None:

@@ -126,6 +126,11 @@ class PrefixIndex:
                 found[peer] = i + 1
         return found
 
+    def hashes(self, peer: Peer) -> set[BlockHash]:
+        """What the group is thought to hold."""
+        entries = self._peers.get(peer)
+        return set(entries.hashes) if entries else set()
+
     def num_blocks(self, peer: Peer) -> int:
         entries = self._peers.get(peer)
         return len(entries.hashes) if entries else 0

@@ -133,9 +133,13 @@ class Registry:
             self._tell(Change.BACK, peer)
         return True
 
-    def check(self, now_ns: int) -> None:
-        """Finds the silent ones. Call it a few times per `unreachable_after_s`."""
+    def check(self, now_ns: int, late_ns: int = 0) -> None:
+        """Finds the silent ones. Call it a few times per `unreachable_after_s`.
+
+        `late_ns`: how much later than planned this call is. Then frames wait unread as well, and that is no silence.
+        """
         for member in list(self._members.values()):
+            member.last_frame_ns = min(now_ns, member.last_frame_ns + max(0, late_ns))
             silent_s = (now_ns - member.last_frame_ns) / 1e9
             if member.state is GroupState.LIVE and silent_s > self.config.unreachable_after_s:
                 member.state = GroupState.UNREACHABLE

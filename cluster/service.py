@@ -29,6 +29,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     timeout_s: float | None = None
     """From now; `None`: no deadline but the server's own."""
+    retry_budget: int | None = None
+    """How often a sequence may begin anew elsewhere; `None`: as often as the server allows, which is the most."""
 
 
 class Started(msgspec.Struct, frozen=True):

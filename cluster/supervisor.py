@@ -23,7 +23,7 @@ import structlog
 
 from kvferry.cluster import messages as m
 from kvferry.cluster.config import GroupSpec, Role
-from kvferry.cluster.peer_stream import RemoteGroup
+from kvferry.cluster.peer_stream import Dial, RemoteGroup, dial_grpc
 from kvferry.cluster.topology import Allotment
 from kvferry.runtime.errors import FatalError, GroupUnavailable, KvferryError, NotFound, TransientError
 from kvferry.runtime.ids import Epoch, GroupId, Peer
@@ -124,6 +124,7 @@ class Supervisor:
         secret: str,
         gateway: str,
         policy: SupervisorPolicy | None = None,
+        dial: Dial = dial_grpc,
     ) -> None:
         self._allotments = allotments
         self._tasks = asyncio.TaskGroup()
@@ -134,6 +135,7 @@ class Supervisor:
         self._secret = secret
         self._gateway = gateway
         self._policy = policy or SupervisorPolicy()
+        self._dial = dial
         self._epochs = itertools.count(1)
         self._live: dict[Peer, RemoteGroup] = {}
         self._changed = asyncio.Event()
@@ -272,6 +274,7 @@ class Supervisor:
                 observer.on_frame,
                 lambda _port, reason: None if down.done() else down.set_result(f"its stream ended: {reason}"),
                 self._policy.connect_timeout_s,
+                self._dial,
             )
             try:
                 self._up(place, port)
@@ -298,7 +301,7 @@ class Supervisor:
         watches = (dead, down, silent)
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
+            return next(watch for watch in watches if watch in done).result()
         finally:
             for watch in watches:
                 watch.cancel()

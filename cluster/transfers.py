@@ -7,12 +7,15 @@ destination (its decode leg's first event: the engine has taken over the lease) 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvferry.cluster.registry import Registry
 from kvferry.runtime.errors import GroupUnavailable
 from kvferry.runtime.ids import Peer, TransferId
 from kvferry.runtime.transfer.ticket import ExpectRequest, TransferEvent, TransferState
+
+MAX_REMEMBERED = 1024
 
 
 class Transfer:
@@ -54,6 +57,8 @@ class Transfers:
         self._open: dict[TransferId, Transfer] = {}
         self.closed = asyncio.Event()
         """Set whenever a transfer is over; for one waiter, who clears it."""
+        self._ended: OrderedDict[TransferId, Transfer] = OrderedDict()
+        """The last that were ended from here: their destinations may still tell what had arrived."""
 
     def begin(self, transfer: Transfer) -> None:
         self._open[transfer.transfer_id] = transfer
@@ -101,6 +106,9 @@ class Transfers:
         if not transfer.open:
             return
         self._close(transfer)
+        self._ended[transfer.transfer_id] = transfer
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
         for peer in (transfer.destination, transfer.source):
             if member := self._registry.get(peer):
                 member.port.end_transfer(transfer.transfer_id, transfer.attempt, reason)
@@ -127,11 +135,16 @@ class Transfers:
                 member.port.renew(transfer_ids, self._timeout_s)
 
     def reported(self, peer: Peer, event: TransferEvent) -> bool:
-        """A group's report. True: an open transfer is over.
+        """A group's report. True: it is news of a transfer of ours that is over.
 
         A source reports only that it cannot send what is missing: the destination must not wait for it.
         """
         transfer = self._open.get(event.transfer_id)
+        if transfer is None and (late := self._ended.get(event.transfer_id)) is not None:
+            if (late.attempt, late.destination) != (event.attempt, peer):
+                return False
+            del self._ended[event.transfer_id]
+            return True
         if transfer is None or transfer.attempt != event.attempt:
             return False
         if peer == transfer.source:

@@ -64,8 +64,10 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Continues a prompt. The stream is one Started, any number of Deltas, one Completed; or an error at any point.
 
-        INVALID_ARGUMENT: see the fields; nothing was computed. RESOURCE_EXHAUSTED: the server is full, retry after
-        RetryInfo.retry_delay. DEADLINE_EXCEEDED, CANCELLED. UNAVAILABLE: no workers, or the retries were used up.
+        INVALID_ARGUMENT: see the fields; nothing was computed. RESOURCE_EXHAUSTED: the server is full, or so busy that the
+        request would wait too long or miss its deadline: retry after RetryInfo.retry_delay; with reason "client_too_slow":
+        the client did not read its answer. DEADLINE_EXCEEDED, CANCELLED. UNAVAILABLE: no workers, or the retries were
+        used up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

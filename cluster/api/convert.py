@@ -35,7 +35,7 @@ from kvferry.proto import kvferry_pb2 as pb
 from kvferry.runtime.errors import InvalidArgument, KvferryError
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import FinishReason, Logprob, SamplingParams, Usage
-from kvferry.runtime.timeline import Timeline
+from kvferry.runtime.timeline import Cause, Phase, Setback, Span, Timeline
 
 DEFAULT_DRAIN_S = 60.0
 MAX_REQUEST_ID_CHARS = 128
@@ -48,7 +48,11 @@ _FINISH = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
 _FINISH_BACK = {wire: str(reason) for reason, wire in _FINISH.items()}
-_TIMELINE_FIELDS = Timeline.__struct_fields__
+_STATIONS = [name for name in Timeline.__struct_fields__ if name not in ("spans", "setbacks")]
+_PHASES = {phase: pb.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
+_PHASES_BACK = {wire: phase for phase, wire in _PHASES.items()}
+_CAUSES = {cause: pb.Cause.Value(f"CAUSE_{cause.name}") for cause in Cause}
+_CAUSES_BACK = {wire: cause for cause, wire in _CAUSES.items()}
 _GROUP_FIELDS = GroupView.__struct_fields__
 _COUNTER_FIELDS = ("num_requests", "num_finished", "num_failed", "num_resumed")
 _MODEL_FIELDS = ModelView.__struct_fields__
@@ -92,6 +96,10 @@ def to_call(request: pb.GenerateRequest, timeout_s: float | None) -> GenerateCal
         raise InvalidArgument("prompt", "", "must not be empty")
     if kind == "token_ids" and not request.token_ids.ids:
         raise InvalidArgument("token_ids", [], "must have at least one token")
+    if request.HasField("retry_budget") and request.retry_budget < 0:
+        raise InvalidArgument(
+            "retry_budget", request.retry_budget, "must be at least 0", "leave it out for the default"
+        )
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidArgument("cache_salt", request.cache_salt, f"must have at most {MAX_CACHE_SALT_CHARS} characters")
     return GenerateCall(
@@ -103,6 +111,7 @@ def to_call(request: pb.GenerateRequest, timeout_s: float | None) -> GenerateCal
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
+        retry_budget=request.retry_budget if request.HasField("retry_budget") else None,
     )
 
 
@@ -178,9 +187,20 @@ def from_event(event: StreamEvent) -> pb.GenerateResponse:
             ferried_blocks=usage.num_ferried_blocks,
             ferried_bytes=usage.ferried_bytes,
         ),
-        timeline=pb.Timeline(**msgspec.structs.asdict(event.timeline)),
+        timeline=_from_timeline(event.timeline),
     )
     return pb.GenerateResponse(completed=completed)
+
+
+def _from_timeline(timeline: Timeline) -> pb.Timeline:
+    message = pb.Timeline(**{name: getattr(timeline, name) for name in _STATIONS})
+    for span in timeline.spans:
+        message.spans.add(phase=_PHASES[span.phase], begin_ns=span.begin_ns, end_ns=span.end_ns, group=span.group)
+    for setback in timeline.setbacks:
+        message.setbacks.add(
+            cause=_CAUSES[setback.cause], group=setback.group, at_ns=setback.at_ns, index=setback.index
+        )
+    return message
 
 
 def _from_delta(delta: Delta) -> pb.Delta:
@@ -224,7 +244,7 @@ def make_request(
     options: Mapping[str, Any],
     overrides: Mapping[str, Any],
 ) -> pb.GenerateRequest:
-    """The wire form of a call. `options`: priority, cache_salt, request_id; `overrides`: fields of `SamplingParams`.
+    """The wire form of a call. `options`: priority, cache_salt, request_id, retry_budget; `overrides`: sampling.
 
     Checks only what the wire cannot carry; ranges are the server's to judge. Raises `InvalidArgument`.
     """
@@ -296,6 +316,11 @@ def detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool) -> p
 def _set(message: Message, name: str, value: Any, shown: str = "") -> None:
     """Sets a field from a caller's value; what protobuf refuses becomes `InvalidArgument` naming `shown`."""
     field = message.DESCRIPTOR.fields_by_name[name]
+    if field.type == field.TYPE_INT32 and field.is_repeated and isinstance(value, Iterable):
+        value = list(value)
+        for i, number in enumerate(value):
+            if not isinstance(number, int) or not -(1 << 31) <= number < 1 << 31:
+                raise InvalidArgument(shown or name, number, f"must be a whole number of 32 bits (at index {i})")
     try:
         if not field.is_repeated:
             setattr(message, name, value)
@@ -330,13 +355,23 @@ def to_event(message: pb.GenerateResponse) -> StreamEvent:
 
 
 def to_timeline(message: pb.Timeline) -> Timeline:
-    return Timeline(
-        **{
-            name: getattr(message, name)
-            for name in _TIMELINE_FIELDS
-            if name in ("received_ns", "attempts") or message.HasField(name)
-        }
-    )
+    """Spans and setbacks of kinds that only a newer server knows are left out."""
+    stations = {
+        name: getattr(message, name)
+        for name in _STATIONS
+        if name in ("received_ns", "attempts") or message.HasField(name)
+    }
+    spans = [
+        Span(_PHASES_BACK[span.phase], span.begin_ns, span.end_ns, span.group)
+        for span in message.spans
+        if span.phase in _PHASES_BACK
+    ]
+    setbacks = [
+        Setback(_CAUSES_BACK[setback.cause], setback.group, setback.at_ns, setback.index)
+        for setback in message.setbacks
+        if setback.cause in _CAUSES_BACK
+    ]
+    return Timeline(**stations, spans=spans, setbacks=setbacks)
 
 
 def _to_delta(message: pb.Delta) -> Delta:

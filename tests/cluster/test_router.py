@@ -145,7 +145,7 @@ def test_step_time_against_batch_is_fitted(toy: Any) -> None:
     for i in range(200):
         batch = 1 + i % 16
         router.observe(m.peer, Load(num_running=batch, decode_step_s=0.010 + 0.001 * batch))
-    base, slope = router._rates._step[m.peer].line(0.03)
+    base, slope = router.rates._step[m.peer].line(0.03)
     assert base == pytest.approx(0.010, rel=0.05)
     assert slope == pytest.approx(0.001, rel=0.05)
 

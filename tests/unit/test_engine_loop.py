@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.cluster import messages as m
-from kvferry.cluster.engine_loop import EngineLoop, GatewayClosed, Output
+from kvferry.cluster.engine_driver import GatewayClosed, Output
+from kvferry.cluster.engine_loop import EngineLoop
 from kvferry.runtime.errors import InvariantBroken, NotFound
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.kv.hashing import hash_chain
@@ -78,7 +79,7 @@ def test_each_gateway_gets_its_own_tokens_only(rig: Rig) -> None:
     started(rig)
     rig.seen.wait(lambda: len(rig.seen.tokens("b")) == 5)
     assert len(rig.seen.tokens("a")) == 3
-    assert not rig.loop._owner, "ended sequences must be forgotten"
+    assert not rig.loop._driver.owners(), "ended sequences must be forgotten"
 
 
 def test_output_comes_one_frame_per_step(rig: Rig) -> None:
