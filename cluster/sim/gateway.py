@@ -59,7 +59,7 @@ class SimGateway:
         self.index = PrefixIndex()
         self.router = Router(config.router)
         self.coordinator = Coordinator(self.registry, self.router, self.index, self.clock, config.coordinator)
-        self.clients: set[asyncio.Task[None]] = set()
+        self.clients: dict[asyncio.Task[None], None] = {}
         self.on_group_lost: Callable[[Peer, str], None] = lambda _peer, _reason: None
         """For streams that the supervisor does not watch."""
         self._noise = config.noise

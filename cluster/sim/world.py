@@ -206,6 +206,7 @@ class World:
             await asyncio.sleep(REST_S + self.scenario.transfer_timeout_s)
             for finding in checks.at_rest(self):
                 self.trace.failed(finding)
+            self.trace.over()
 
     async def _client(self, client: Client, begin: float) -> None:
         plan: PlannedRequest = client.plan
@@ -214,11 +215,11 @@ class World:
         gateway = live[plan.gateway % len(live)]
         task = asyncio.current_task()
         assert task is not None
-        gateway.clients.add(task)
+        gateway.clients[task] = None
         try:
             await client.run(gateway)
         finally:
-            gateway.clients.discard(task)
+            del gateway.clients[task]
 
     @contextlib.asynccontextmanager
     async def _deployment(self) -> AsyncIterator[None]:
