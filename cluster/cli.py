@@ -12,6 +12,8 @@ import tyro
 
 import kvferry
 from kvferry.cluster.cli_calls import Chat, Generate, Status
+from kvferry.cluster.cli_chaos import ChaosCommand
+from kvferry.cluster.cli_operations import Drain, Restart, Role, Scale
 from kvferry.cluster.cli_serve import Serve
 from kvferry.runtime.errors import CallerError, KvferryError
 
@@ -39,11 +41,17 @@ Command = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Status, tyro.conf.subcommand("status")]
+    | Annotated[ChaosCommand, tyro.conf.subcommand("chaos")]
+    | Annotated[Drain, tyro.conf.subcommand("drain")]
+    | Annotated[Scale, tyro.conf.subcommand("scale")]
+    | Annotated[Role, tyro.conf.subcommand("role")]
+    | Annotated[Restart, tyro.conf.subcommand("restart")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
+Parsed = Serve | Generate | Chat | Status | ChaosCommand | Drain | Scale | Role | Restart | Version
 
 
-def parse(arguments: Sequence[str] | None = None) -> Serve | Generate | Chat | Status | Version:
+def parse(arguments: Sequence[str] | None = None) -> Parsed:
     """Exits with code 2 and a usage message on standard error for unknown or malformed options."""
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     return tyro.cli(Command, prog="kvferry", description=DESCRIPTION, args=arguments, config=config)

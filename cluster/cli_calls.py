@@ -16,7 +16,7 @@ from kvferry.runtime.request import SamplingParams
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvferry.cluster.client import Client
+    from kvferry.cluster.client import AsyncClient, Client
     from kvferry.cluster.service import Completed
 
 _DEFAULTS = SamplingParams()
@@ -24,8 +24,8 @@ STATUS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
-    """Which server to call, and how."""
+class Door:
+    """Which server to call, and how it is guarded."""
 
     target: Annotated[str, shown("HOST:PORT")] = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
     """Address of the server, HOST:PORT."""
@@ -39,19 +39,41 @@ class Server:
     """Certificate to show to the server."""
     tls_key: PemFile = None
     """Private key of --tls-cert."""
+
+    @property
+    def encrypted(self) -> bool:
+        return bool(self.tls or self.tls_ca or self.tls_cert or self.tls_key)
+
+    def open(self, timeout_s: float | None) -> Client:
+        """`timeout_s`: of each call."""
+        from kvferry.cluster.client import Client
+
+        return Client(self.target, token=self._token(), tls=self._tls(), timeout_s=timeout_s)
+
+    def async_client(self, target: str) -> AsyncClient:
+        """To `target`, which may be a proxy before the server. Without a deadline of its own."""
+        from kvferry.cluster.client import AsyncClient
+
+        return AsyncClient(target, token=self._token(), tls=self._tls())
+
+    def _token(self) -> str | None:
+        from kvferry.cluster.api.security import read_token
+
+        return None if self.token_file is None else read_token(self.token_file)
+
+    def _tls(self) -> ClientTls | None:
+        return ClientTls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key) if self.encrypted else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(Door):
+    """Which server to call, and how."""
+
     timeout_s: Annotated[float | None, shown("SECONDS", "no limit; 10 for status")] = None
     """When to give up."""
 
     def client(self, default_timeout_s: float | None = None) -> Client:
-        from kvferry.cluster.api.security import read_token
-        from kvferry.cluster.client import Client
-
-        token = None if self.token_file is None else read_token(self.token_file)
-        tls = None
-        if self.tls or self.tls_ca or self.tls_cert or self.tls_key:
-            tls = ClientTls(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
-        timeout_s = default_timeout_s if self.timeout_s is None else self.timeout_s
-        return Client(self.target, token=token, tls=tls, timeout_s=timeout_s)
+        return self.open(default_timeout_s if self.timeout_s is None else self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +120,12 @@ class Generate:
     """Number of continuations; more than one are printed at the end."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object at the end instead: texts, token ids, usage, timeline."""
+    timeline: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Afterwards say on standard error where the time went, and what had to begin anew and why."""
+    priority: int = 0
+    """Smaller is sooner; a step is a head start of some seconds."""
+    retry_budget: Annotated[int | None, shown("INT", "what the server allows")] = None
+    """How often the answer may begin anew on other workers after a loss."""
     sampling: Sampling = field(default_factory=Sampling)
     server: Server = field(default_factory=Server)
 
@@ -107,13 +135,20 @@ class Generate:
 
         prompt = _standard_input() if self.prompt == "-" else self.prompt
         collector = Collector()
-        live = self.n == 1 and not self.json
+        live, at_line_start = self.n == 1 and not self.json, True
         with self.server.client() as client:
-            for event in client.stream(prompt, n=self.n, **self.sampling.fields()):
-                collector.add(event)
-                if live and isinstance(event, Delta):
-                    sys.stdout.write(event.text)
-                    sys.stdout.flush()
+            options = {"priority": self.priority, "retry_budget": self.retry_budget, **self.sampling.fields()}
+            try:
+                for event in client.stream(prompt, n=self.n, **options):
+                    collector.add(event)
+                    if live and isinstance(event, Delta) and event.text:
+                        sys.stdout.write(event.text)
+                        sys.stdout.flush()
+                        at_line_start = event.text.endswith("\n")
+            except KvferryError:
+                sys.stdout.write("" if at_line_start else "\n")  # the error stands in a line of its own
+                sys.stdout.flush()
+                raise
         if self.json:
             import msgspec
 
@@ -121,6 +156,10 @@ class Generate:
         elif not live:
             sys.stdout.write("\n".join(f"[{output.index}] {output.text}" for output in collector.output.outputs))
         sys.stdout.write("\n")
+        if self.timeline and collector.output.timeline is not None:
+            from kvferry.cluster.cli_status import show_timeline
+
+            show_timeline(collector.output.timeline)
 
 
 def _standard_input() -> str:
@@ -200,6 +239,9 @@ def _summary(completed: Completed) -> str:
         if timeline.finished_ns is not None and timeline.finished_ns > timeline.first_token_ns:
             seconds = (timeline.finished_ns - timeline.first_token_ns) / 1e9
             parts.append(f"{(usage.num_output_tokens - 1) / seconds:.1f} tokens/s")
+    if timeline.attempts > 1:
+        causes = ", ".join(dict.fromkeys(setback.cause.value for setback in timeline.setbacks))
+        parts.append(f"{timeline.attempts} attempts ({causes})")
     return ", ".join(parts)
 
 

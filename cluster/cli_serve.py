@@ -10,7 +10,14 @@ from typing import Annotated, Literal
 import tyro
 
 from kvferry.cluster.cli_shared import PemFile, TokenFile, shown
-from kvferry.cluster.config import DEFAULT_HOST, DEFAULT_PORT, ServeConfig, ServerOptions
+from kvferry.cluster.config import (
+    DEFAULT_DRAIN_S,
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    LimitOptions,
+    ServeConfig,
+    ServerOptions,
+)
 from kvferry.runtime.config import (
     CacheConfig,
     DType,
@@ -22,6 +29,8 @@ from kvferry.runtime.errors import InvalidArgument
 
 _ENGINE = EngineConfig()
 _SERVER = ServerOptions()
+_LIMITS = LimitOptions()
+DEFAULT_MAX_UNREAD = f"{_LIMITS.max_unread_bytes >> 20}MiB"
 DEFAULT_KV_MEMORY = f"{_ENGINE.cache.kv_memory_bytes >> 20}MiB"
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -43,7 +52,8 @@ class Serve:
     """
 
     model: Annotated[tyro.conf.Positional[str], shown("MODEL")]
-    """A folder in Hugging Face's format, a .gguf file, or the name of a model on the Hugging Face hub."""
+    """A folder in Hugging Face's format, a .gguf file, the name of a model on the Hugging Face hub, or package:NAME for
+    the .gguf file inside an installed Python package."""
 
     prefill: int = 1
     """Number of groups that read prompts."""
@@ -76,8 +86,22 @@ class Serve:
     max_message: Annotated[str, shown("SIZE")] = "4MiB"
     """Largest message that a client may send."""
 
+    drain_s: float = DEFAULT_DRAIN_S
+    """Seconds that running requests have to end after Ctrl-C or SIGTERM; new ones are refused. A second one kills."""
+
     ray_address: Annotated[str | None, shown("HOST:PORT", "start one on this machine, for as long as we serve")] = None
     """Join a running Ray cluster; "auto" finds one that runs here."""
+
+    max_requests: int = _LIMITS.max_requests
+    """Requests that may be in the server at a time; more are refused."""
+    max_queue_s: float = _LIMITS.max_queue_s
+    """Refuse a request that is expected to wait for so many seconds before work on it begins."""
+    retry_budget: int = _LIMITS.retry_budget
+    """How often an answer may begin anew on other workers after a loss, before its request fails."""
+    max_unread: Annotated[str, shown("SIZE")] = DEFAULT_MAX_UNREAD
+    """Ends a request whose client has left so much of its answer unread."""
+    slow_reader_s: float = _SERVER.slow_reader_s
+    """Seconds after which a client that reads nothing loses its request."""
 
     metrics_port: Annotated[int | None, shown("INT", "none")] = None
     """Port of a Prometheus endpoint, on the same address."""
@@ -106,6 +130,10 @@ class Serve:
     """Answers that may wait in a group; more are refused."""
     max_context: Annotated[int | None, shown("INT", "what the model was trained for")] = _ENGINE.scheduler.max_context
     """Longest prompt and answer together, in tokens."""
+    priority_step_s: float = _ENGINE.scheduler.priority_step_s
+    """Seconds of waiting that one step of priority is worth. Who waits long enough goes first all the same."""
+    max_bypass: int = _ENGINE.scheduler.max_bypass
+    """How many small requests may pass a big one that waits for KV blocks, before they wait as well."""
 
     transport: Literal["shm", "gloo", "nccl"] = "shm"
     """How KV blocks travel from group to group. shm: shared memory, on one machine. gloo: network. nccl: GPUs."""
@@ -131,16 +159,24 @@ class Serve:
             disaggregate=self.disaggregate,
             host=self.host,
             port=self.port,
+            drain_s=self.drain_s,
             ray_address=self.ray_address,
             metrics_port=self.metrics_port,
             log_json=self.log_json,
             engine=self._engine(),
+            limits=LimitOptions(
+                max_requests=self.max_requests,
+                max_queue_s=self.max_queue_s,
+                retry_budget=self.retry_budget,
+                max_unread_bytes=parse_bytes("max_unread", self.max_unread),
+            ),
             server=ServerOptions(
                 token_file=self.token_file,
                 tls_cert=self.tls_cert,
                 tls_key=self.tls_key,
                 tls_client_ca=self.tls_client_ca,
                 max_message_bytes=parse_bytes("max_message", self.max_message),
+                slow_reader_s=self.slow_reader_s,
             ),
         )
 
@@ -159,6 +195,8 @@ class Serve:
                 max_sequences=self.max_sequences,
                 max_waiting=self.max_waiting,
                 max_context=self.max_context,
+                priority_step_s=self.priority_step_s,
+                max_bypass=self.max_bypass,
             ),
             transfer=TransferConfig(
                 transport=self.transport,

@@ -1,4 +1,4 @@
-"""The tables of `kvferry status`."""
+"""The tables of `kvferry status` and of `kvferry generate --timeline`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cluster.service import ClusterView, GroupView
+from kvferry.runtime.timeline import Timeline
 
-_STATE_STYLE = {"live": "green", "starting": "yellow", "unreachable": "yellow", "dead": "red"}
+_STATE_STYLE = {"live": "green", "starting": "yellow", "draining": "yellow", "unreachable": "yellow", "dead": "red"}
 
 
 def show(cluster: ClusterView, findings: list[str] | None) -> None:
@@ -53,3 +54,21 @@ def groups_table(groups: list[GroupView]) -> Table:
             f"{group.received_bytes / 1e6:.1f} MB",
         )
     return table
+
+
+def show_timeline(timeline: Timeline) -> None:
+    """Prints to standard error: spans, their share of the whole, and setbacks."""
+    console = Console(highlight=False, stderr=True)
+    table = Table()
+    table.add_column("at ms", justify="right")
+    table.add_column("ms", justify="right")
+    table.add_column("phase")
+    table.add_column("group")
+    for span in timeline.spans:
+        began_ms, took_ms = (span.begin_ns - timeline.received_ns) / 1e6, (span.end_ns - span.begin_ns) / 1e6
+        table.add_row(f"{began_ms:.1f}", f"{took_ms:.1f}", span.phase.value, span.group)
+    console.print(table)
+    console.print(f"attempts: {timeline.attempts}")
+    for setback in timeline.setbacks:
+        at_ms = (setback.at_ns - timeline.received_ns) / 1e6
+        console.print(f"  [{setback.index}] {setback.cause.value} on {setback.group} at {at_ms:.1f} ms", markup=False)

@@ -20,7 +20,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvferry.cluster.api import convert
 from kvferry.cluster.api.channel import INFERENCE, UNARY_TIMEOUT_S, Connection
 from kvferry.cluster.config import ClientTls
-from kvferry.cluster.service import ChatMessage, ClusterView, Delta, ModelView, Started, StreamEvent
+from kvferry.cluster.service import (
+    ChatMessage,
+    ClusterView,
+    Delta,
+    ModelView,
+    OperationView,
+    Started,
+    StreamEvent,
+)
 from kvferry.runtime.errors import GroupUnavailable
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import CompletionOutput, RequestOutput, SamplingParams
@@ -39,6 +47,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     cache_salt: str | None
     request_id: str | None
+    retry_budget: int | None
     n: int
     temperature: float
     top_p: float
@@ -58,6 +67,8 @@ class GenerateOptions(TypedDict, total=False):
     skip_special_tokens: bool
 
 
+OPERATION_TIMEOUT_S = 3600.0
+"""Of calls that change the deployment, unless the client has its own: new groups load the model first."""
 _WAIT_ON = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -109,13 +120,9 @@ class _Base:
         """The message and the deadline of a call."""
         rest = dict(options)
         messages, token_ids, timeout_s = (rest.pop(key, None) for key in ("messages", "token_ids", "timeout_s"))
-        fields = {key: rest.pop(key, None) for key in ("priority", "cache_salt", "request_id")}
+        fields = {key: rest.pop(key, None) for key in ("priority", "cache_salt", "request_id", "retry_budget")}
         request = convert.make_request(prompt, messages, token_ids, sampling, fields, rest)
         return request, self._timeout_s if timeout_s is None else timeout_s
-
-    @property
-    def _unary_timeout_s(self) -> float:
-        return UNARY_TIMEOUT_S if self._timeout_s is None else self._timeout_s
 
     def _never_ready(self, timeout_s: float, why: str) -> GroupUnavailable:
         return GroupUnavailable(f"{self._connection.target} was not ready within {timeout_s:g} s: {why}")
@@ -149,17 +156,18 @@ class Client(_Base):
         return self._events(request, timeout_s)
 
     def _events(self, request: Any, timeout_s: float | None) -> Generator[StreamEvent, None, None]:
-        call = self._connection.call("Generate", request, timeout_s)
+        call, begun = self._connection.call("Generate", request, timeout_s), False
         try:
             for message in call:
+                begun = True
                 yield convert.to_event(message)
         except grpc.RpcError as failure:
-            raise self._connection.error(failure, timeout_s) from None
+            raise self._connection.error(failure, timeout_s, begun) from None
         finally:
             call.cancel()
 
-    def _unary(self, method: str, request: Any = None) -> Any:
-        timeout_s = self._unary_timeout_s
+    def _unary(self, method: str, request: Any = None, default_timeout_s: float = UNARY_TIMEOUT_S) -> Any:
+        timeout_s = default_timeout_s if self._timeout_s is None else self._timeout_s
         try:
             return self._connection.call(method, request, timeout_s)
         except grpc.RpcError as failure:
@@ -183,6 +191,33 @@ class Client(_Base):
 
     def audit(self) -> AuditReport:
         return AuditReport(list(self._unary("Audit").findings))
+
+    def drain(self, group: str, *, drain_s: float | None = None) -> OperationView:
+        """Takes a group out of service; its sequences move within `drain_s` (60), or are computed again elsewhere."""
+        return self._operate("Drain", group=group, timeout_s=drain_s)
+
+    def scale(
+        self,
+        *,
+        prefill: int | None = None,
+        decode: int | None = None,
+        mixed: int | None = None,
+        drain_s: float | None = None,
+    ) -> OperationView:
+        """Adds or removes groups, until there are so many. Raises `ResourceMissing`; then nothing has changed."""
+        return self._operate("Scale", prefill=prefill, decode=decode, mixed=mixed, timeout_s=drain_s)
+
+    def set_role(self, group: str, role: str) -> OperationView:
+        """`role`: prefill, decode or mixed. The group keeps its cache and what runs there."""
+        return self._operate("SetRole", group=group, role=role)
+
+    def restart(self, *, drain_s: float | None = None) -> OperationView:
+        """Replaces all groups by new processes, one group after another, while they serve."""
+        return self._operate("Restart", timeout_s=drain_s)
+
+    def _operate(self, method: str, **fields: Any) -> OperationView:
+        request = convert.operation_request(method, **fields)
+        return convert.to_operation_view(self._unary(method, request, OPERATION_TIMEOUT_S))
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns once the server can generate. Raises `GroupUnavailable` when the time is over."""
@@ -240,17 +275,18 @@ class AsyncClient(_Base):
         return self._events(request, timeout_s)
 
     async def _events(self, request: Any, timeout_s: float | None) -> AsyncGenerator[StreamEvent, None]:
-        call = self._connection.call("Generate", request, timeout_s)
+        call, begun = self._connection.call("Generate", request, timeout_s), False
         try:
             async for message in call:
+                begun = True
                 yield convert.to_event(message)
         except grpc.RpcError as failure:
-            raise self._connection.error(failure, timeout_s) from None
+            raise self._connection.error(failure, timeout_s, begun) from None
         finally:
             call.cancel()
 
-    async def _unary(self, method: str, request: Any = None) -> Any:
-        timeout_s = self._unary_timeout_s
+    async def _unary(self, method: str, request: Any = None, default_timeout_s: float = UNARY_TIMEOUT_S) -> Any:
+        timeout_s = default_timeout_s if self._timeout_s is None else self._timeout_s
         try:
             return await self._connection.call(method, request, timeout_s)
         except grpc.RpcError as failure:
@@ -274,6 +310,33 @@ class AsyncClient(_Base):
 
     async def audit(self) -> AuditReport:
         return AuditReport(list((await self._unary("Audit")).findings))
+
+    async def drain(self, group: str, *, drain_s: float | None = None) -> OperationView:
+        """As `Client.drain`."""
+        return await self._operate("Drain", group=group, timeout_s=drain_s)
+
+    async def scale(
+        self,
+        *,
+        prefill: int | None = None,
+        decode: int | None = None,
+        mixed: int | None = None,
+        drain_s: float | None = None,
+    ) -> OperationView:
+        """As `Client.scale`."""
+        return await self._operate("Scale", prefill=prefill, decode=decode, mixed=mixed, timeout_s=drain_s)
+
+    async def set_role(self, group: str, role: str) -> OperationView:
+        """As `Client.set_role`."""
+        return await self._operate("SetRole", group=group, role=role)
+
+    async def restart(self, *, drain_s: float | None = None) -> OperationView:
+        """As `Client.restart`."""
+        return await self._operate("Restart", timeout_s=drain_s)
+
+    async def _operate(self, method: str, **fields: Any) -> OperationView:
+        request = convert.operation_request(method, **fields)
+        return convert.to_operation_view(await self._unary(method, request, OPERATION_TIMEOUT_S))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """As `Client.wait_ready`."""

@@ -14,6 +14,7 @@ from kvferry.runtime.ids import GroupId
 Role = Literal["prefill", "decode", "mixed"]
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 50051
+DEFAULT_DRAIN_S = 30.0
 MAX_GROUPS = 4096
 
 
@@ -29,14 +30,36 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """PEM certificates; clients must present one that these have signed."""
     max_message_bytes: int = 4 << 20
     """Larger messages of clients are refused."""
+    slow_reader_s: float = 60.0
+    """How long one message of an answer may wait for its client to read on."""
 
     def __post_init__(self) -> None:
+        check_range("slow_reader_s", self.slow_reader_s, 0.01, 86400.0)
         check_range("max_message_bytes", self.max_message_bytes, 1 << 10, 1 << 30)
         if (self.tls_cert is None) != (self.tls_key is None):
             field = "tls_key" if self.tls_key is None else "tls_cert"
             raise InvalidArgument(field, None, "tls_cert and tls_key go together", "give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("tls_client_ca", str(self.tls_client_ca), "needs tls_cert and tls_key too")
+
+
+class LimitOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a gateway takes in, and how long it holds on to it."""
+
+    max_requests: int = 1024
+    """In flight; one more is refused."""
+    max_queue_s: float = 120.0
+    """A request is refused that is expected to wait longer before its prompt is computed."""
+    retry_budget: int = 3
+    """How often each sequence may be placed again after a loss or a refusal."""
+    max_unread_bytes: int = 2 << 20
+    """Of one request's answer, held for a client that does not read; beyond that the request ends."""
+
+    def __post_init__(self) -> None:
+        check_range("max_requests", self.max_requests, 1, 1 << 20)
+        check_range("max_queue_s", self.max_queue_s, 0.001, 86400.0)
+        check_range("retry_budget", self.retry_budget, 0, 1000)
+        check_range("max_unread_bytes", self.max_unread_bytes, 1 << 10, 1 << 40)
 
 
 class ClientTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +103,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     """0: one that is free."""
+    drain_s: float = DEFAULT_DRAIN_S
+    """For running requests to end after SIGTERM or SIGINT; new ones are refused meanwhile."""
     ray_address: str | None = None
     """Of a running cluster; `None`: start one on this machine."""
     metrics_port: int | None = None
@@ -87,6 +112,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_json: bool = False
     """One JSON object per event instead of a line for people."""
     engine: EngineConfig = EngineConfig()
+    limits: LimitOptions = LimitOptions()
     server: ServerOptions = ServerOptions()
 
     def __post_init__(self) -> None:
@@ -100,6 +126,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "prefill + decode + mixed", 0, "must be at least 1 group", "e.g. --prefill 1 --decode 1, or --mixed 1"
             )
         check_range("port", self.port, 0, 65535)
+        check_range("drain_s", self.drain_s, 0.0, 86400.0)
         if self.metrics_port is not None:
             check_range("metrics_port", self.metrics_port, 1, 65535)
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 from types import TracebackType
 
 import msgspec
 
-from kvferry.cluster.legs import Leg, Record, Sequence, request_of
+from kvferry.cluster.admission import Admission
+from kvferry.cluster.findings import audit, check_invariants
+from kvferry.cluster.legs import Leg, Record, Sequence, engine_id, leave, request_of
 from kvferry.cluster.messages import Audit, StepFrame
+from kvferry.cluster.moving import Emptied, Mover, agrees
 from kvferry.cluster.placing import Placer
 from kvferry.cluster.ports import Clock
 from kvferry.cluster.prefix_index import PrefixIndex
@@ -39,7 +43,7 @@ from kvferry.runtime.errors import (
 )
 from kvferry.runtime.ids import Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import FinishReason, Request, TokenEvent
-from kvferry.runtime.timeline import Timeline
+from kvferry.runtime.timeline import Cause, Phase, Timeline
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,8 +51,18 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     max_in_flight: int = 1024
     """Requests; one more is refused with `QueueFull`."""
+    gateway: str = ""
+    """A name that no other gateway of the cluster has, so that two requests of one id do not meet in an engine."""
+    max_queue_s: float = 120.0
+    """A request that is expected to wait longer is refused with `QueueFull`."""
+    priority_step_s: float = 10.0
+    """Head start that a step of priority gives among requests that wait."""
+    max_bypass: int = 16
+    """How many requests may pass one that waits for more room than there is."""
+    max_unread_bytes: int = 2 << 20
+    """Of one stream; beyond that its request ends with `ClientTooSlow`."""
     retry_budget: int = 3
-    """How often one sequence may be placed again after a loss or a refusal."""
+    """How often one sequence may be placed again after a loss or a refusal. A request may ask for less."""
     retry_pause_s: float = 0.1
     """Before a group that had no room is asked again; doubles each time."""
     transfer_timeout_s: float = 20.0
@@ -84,15 +98,40 @@ class Coordinator:
         self._records: dict[RequestId, Record] = {}
         self._numbers = itertools.count()
         self._transfers = Transfers(registry, config.transfer_timeout_s, config.expect_timeout_s)
-        self._placer = Placer(registry, router, index, self._transfers, clock, config.unavailable_timeout_s)
+        self._admission = Admission(router, config.max_queue_s, config.max_bypass)
+        self._placer = Placer(
+            registry,
+            router,
+            index,
+            self._transfers,
+            clock,
+            self._admission,
+            unavailable_timeout_s=config.unavailable_timeout_s,
+            priority_step_s=config.priority_step_s,
+        )
+        self._mover = Mover(
+            self._records,
+            registry,
+            router,
+            index,
+            self._transfers,
+            self._placer,
+            clock,
+            self._place_anew,
+            pause_s=config.retry_pause_s,
+            timeout_s=config.transfer_timeout_s,
+        )
         self._tasks = asyncio.TaskGroup()
         self._closing = False
+        self._idle = asyncio.Event()
         self._mean_request_s = 1.0
         self.num_finished = 0
         self.num_failed = 0
         self.num_cancelled = 0
         self.num_resumed = 0
         """Finished requests that outlived a loss."""
+        self.num_moved = 0
+        """Sequences that another group took over while they ran."""
         registry.listen(self._on_change)
 
     async def __aenter__(self) -> Coordinator:
@@ -116,14 +155,19 @@ class Coordinator:
     def in_flight(self) -> int:
         return len(self._records)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here for room in some group."""
+        return len(self._admission.line.places)
+
     def open_transfers(self) -> set[TransferId]:
         return self._transfers.open_ids()
 
     def start(self, request: Request) -> RequestStream:
         """Takes a request in.
 
-        Raises `QueueFull` above `max_in_flight`, `InvalidArgument` for an id in flight, `GroupUnavailable` when
-        shutting down.
+        Raises `QueueFull` above `max_in_flight`, `max_queue_s` or for a deadline that cannot be met, `InvalidArgument`
+        for an id in flight, `GroupUnavailable` when shutting down.
         """
         if self._closing:
             raise GroupUnavailable("the gateway is shutting down; ask another one")
@@ -131,20 +175,44 @@ class Coordinator:
             raise QueueFull(
                 f"requests in flight={len(self._records)}: at most {self._config.max_in_flight}; retry later",
                 retry_after_s=max(0.1, self._mean_request_s / self._config.max_in_flight),
-            )
-        if request.request_id in self._records:
+            ).explained(limit="requests")
+        name = engine_id(self._config.gateway, request.request_id)
+        if name in self._records:
             raise InvalidArgument("request_id", request.request_id, "is in flight already", "use a new id")
+        self._placer.check(request)
         timeline = Timeline(received_ns=request.arrival_ns or self._clock.now_ns())
-        record = Record(request, timeline, self._numbers)
+        record = Record(request, timeline, self._numbers, self._config.gateway)
+        for sequence in record.sequences:
+            sequence.track.until(self._clock.now_ns(), Phase.GATEWAY)
         record.stream = RequestStream(
             record.timeline,
             record.usage,
             lambda index, num_unread: self._stop(record, index, num_unread),
-            lambda: self._close(record),
+            lambda error: self._finish(record, error),
+            self._clock.now_ns,
+            self._config.max_unread_bytes,
         )
-        self._records[request.request_id] = record
+        self._records[name] = record
         record.driver = self._tasks.create_task(self._drive(record), name=f"request {request.request_id}")
         return record.stream
+
+    def close_door(self) -> None:
+        """From now on `start` refuses; what runs goes on."""
+        self._closing = True
+
+    async def idle(self) -> None:
+        """Returns once no request is in flight. For one waiter."""
+        while self._records:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def empty(self, peer: Peer, timeout_s: float) -> Emptied:
+        """Has all that runs on a live group go on elsewhere, without a pause where that is possible within `timeout_s`.
+
+        The group gets nothing new from then on. Raises `GroupUnavailable` when no other group could take over; then
+        nothing has changed.
+        """
+        return await self._mover.empty(peer, timeout_s)
 
     def on_frame(self, peer: Peer, frame: StepFrame) -> None:
         """What one engine step brought. Call it after the registry and the index have seen the frame."""
@@ -153,7 +221,7 @@ class Coordinator:
         self._router.observe(peer, frame.load)
         for report in frame.transfers:
             record = self._records.get(request_of(report.transfer_id))
-            if self._transfers.reported(peer, report) and record is not None:
+            if self._transfers.reported(peer, report) and record is not None and record.owns(report.transfer_id):
                 record.note_transfer(report)
         for event in frame.tokens:
             record = self._records.get(event.key.request_id)
@@ -173,16 +241,19 @@ class Coordinator:
             for record in self._records.values():
                 record.wake.set()
         elif change is Change.ABANDONED:
-            self._lose_group(peer, f"group {peer} does not answer: {reason}")
+            self._lose_group(peer, Cause.GROUP_SILENT, f"group {peer} does not answer: {reason}")
         elif change is Change.DOWN:
             self._index.forget(peer)
             self._router.forget(peer)
             for member in self._registry.members():
                 member.port.peer_gone(peer)
-            self._lose_group(peer, f"group {peer} died: {reason}")
+            self._lose_group(peer, Cause.GROUP_DIED, f"group {peer} died: {reason}")
 
-    def _lose_group(self, peer: Peer, reason: str) -> None:
+    def _lose_group(self, peer: Peer, cause: Cause, reason: str) -> None:
         for record in list(self._records.values()):
+            for sequence in record.sequences:
+                if sequence.move is not None and sequence.move.placement.decode == peer:
+                    self._mover.drop(record, sequence)
             for placement in list(record.placements):
                 transfer = placement.transfer
                 if transfer is not None and peer in (transfer.source, transfer.destination):
@@ -191,7 +262,7 @@ class Coordinator:
                     placement.decode = None
                     record.wake.set()
                 for sequence in record.on(peer, placement):
-                    self._lose(record, sequence, GroupDied(reason))
+                    self._lose(record, sequence, GroupDied(reason), cause)
 
     # ------------------------------------------------------------ the driver
     async def _drive(self, record: Record) -> None:
@@ -202,13 +273,23 @@ class Coordinator:
                 while not record.over:
                     await self._placer.place(record)
         except TimeoutError:
-            message = f"request {record.request.request_id}: its deadline passed; allow more time or fewer max_tokens"
+            where = next((s.phase for s in record.sequences if not s.ended), Phase.DECODE)
+            message = (
+                f"request {record.request.request_id}: its deadline passed (phase: {where}); "
+                "allow more time or fewer max_tokens"
+            )
             self._finish(record, DeadlineExceeded(message))
         except KvferryError as error:
             self._finish(record, error)
 
     # ------------------------------------------------------------ events
     def _on_event(self, record: Record, sequence: Sequence, peer: Peer, event: TokenEvent) -> None:
+        move = sequence.move
+        if move is not None and move.leg is not None and move.leg.attempt == event.key.attempt:
+            if agrees(sequence, event):
+                self._take_over(record, sequence)
+            else:
+                self._mover.drop(record, sequence)
         leg = sequence.leg
         if leg is None or leg.peer != peer or leg.attempt != event.key.attempt:
             return
@@ -217,18 +298,24 @@ class Coordinator:
             return
         if event.position > len(sequence.tokens):
             reason = f"group {peer} skipped from token {len(sequence.tokens)} to {event.position}"
-            self._lose(record, sequence, GroupDied(reason))
-            return
-        if event.token_id is not None and event.position < len(sequence.tokens):
+            self._lose(record, sequence, GroupDied(reason), Cause.EVENT_GAP)
             return
         if not leg.reported:
             self._on_first_event(record, sequence, leg, event)
+        else:
+            leg.stalled_ns += event.stalled_ns
+        if event.token_id is not None and event.position < len(sequence.tokens):
+            if leg.behind and not agrees(sequence, event):  # float rounding
+                self._place_anew(record, sequence)
+            return
         handoff = event.finish_reason is FinishReason.HANDOFF
         if event.token_id is not None:
             record.timeline.first_token_ns = record.timeline.first_token_ns or self._clock.now_ns()
             sequence.tokens.append(event.token_id)
         if event.token_id is not None or not handoff:
             record.stream.push(msgspec.structs.replace(event, finish_reason=None) if handoff else event)
+        if record.over:  # the stream was full
+            return
         if handoff:
             self._hand_over(record, sequence, leg)
         elif event.finish_reason is not None:
@@ -236,18 +323,29 @@ class Coordinator:
             self._end(record, sequence)
 
     def _on_first_event(self, record: Record, sequence: Sequence, leg: Leg, event: TokenEvent) -> None:
-        record.note_first_event(sequence, leg, event)
+        record.note_first_event(sequence, leg, event, self._clock.now_ns())
         placement = leg.placement
         placement.booking.prefilled()
         if placement.transfer is not None and leg.peer == placement.transfer.destination:
             self._transfers.settle(placement.transfer, sequence.index, adopted=True)
+
+    def _take_over(self, record: Record, sequence: Sequence) -> None:
+        """The leg at the move's destination speaks: it goes on, the other one ends."""
+        move = sequence.move
+        assert move is not None
+        self._cancel(record, [(sequence, sequence.leg)])
+        self._leave(record, sequence)
+        sequence.leg, sequence.move = move.leg, None
+        move.taken_over = True
+        self.num_moved += 1
 
     def _on_error(self, record: Record, sequence: Sequence, error: KvferryError) -> None:
         if isinstance(error, CallerError | EndedError):
             self._leave(record, sequence)
             self._finish(record, error)
         else:
-            self._lose(record, sequence, error, still_there=False)
+            cause = Cause.NO_ROOM if isinstance(error, CapacityError) else Cause.REFUSED
+            self._lose(record, sequence, error, cause, still_there=False)
 
     def _hand_over(self, record: Record, sequence: Sequence, leg: Leg) -> None:
         placement = leg.placement
@@ -266,30 +364,32 @@ class Coordinator:
     def _leave(self, record: Record, sequence: Sequence) -> Leg | None:
         """The sequence leaves its placement; the last one gives back what the placement holds."""
         leg, sequence.leg = sequence.leg, None
-        if leg is None:
-            return None
-        placement = leg.placement
-        placement.active.discard(sequence.index)
-        placement.booking.sequence_left()
-        if placement.transfer is not None:
-            self._transfers.settle(placement.transfer, sequence.index, adopted=False)
-        if not placement.active:
-            placement.booking.release()
-            record.placements.remove(placement)
+        if leg is not None:
+            record.note_left(sequence, leg, self._clock.now_ns())
+            sequence.news.set()
+            leave(record, sequence, leg.placement, self._transfers)
         return leg
 
-    def _lose(self, record: Record, sequence: Sequence, error: KvferryError, still_there: bool = True) -> None:
+    def _lose(
+        self, record: Record, sequence: Sequence, error: KvferryError, cause: Cause, still_there: bool = True
+    ) -> None:
         """The leg is lost or was refused; the sequence goes on elsewhere, within the budget."""
         if record.over or sequence.leg is None:
             return
         if still_there:
-            self._cancel(record, [sequence])
+            self._cancel(record, [(sequence, sequence.leg)])
+        phase = sequence.phase
         leg = self._leave(record, sequence)
         assert leg is not None
-        sequence.num_retries += 1
-        record.timeline.attempts = max(record.timeline.attempts, 1 + sequence.num_retries)
-        if sequence.num_retries > self._config.retry_budget:
-            self._finish(record, self._exhausted(record, sequence, error))
+        record.note_setback(sequence, leg.peer, cause, self._clock.now_ns())
+        if sequence.move is not None and sequence.move.leg is not None:  # it has begun elsewhere already
+            sequence.leg, sequence.move = sequence.move.leg, None
+            return
+        self._mover.drop(record, sequence)
+        wanted, budget = record.request.retry_budget, self._config.retry_budget
+        budget = budget if wanted is None else min(wanted, budget)
+        if sequence.num_retries > budget:
+            self._finish(record, self._exhausted(record, sequence, error, budget).explained(phase=phase))
             return
         sequence.avoid.add(leg.peer)
         if isinstance(error, CapacityError):
@@ -297,8 +397,15 @@ class Coordinator:
             sequence.pause_until_ns = self._clock.now_ns() + int(pause_s * 1e9)
         record.wake.set()
 
-    def _exhausted(self, record: Record, sequence: Sequence, error: KvferryError) -> KvferryError:
-        what = f"request {record.request.request_id}: gave up after {self._config.retry_budget} retries; last: {error}"
+    def _place_anew(self, record: Record, sequence: Sequence) -> None:
+        """The sequence goes on somewhere else, as after a loss, but nobody is to blame."""
+        self._mover.drop(record, sequence)
+        self._cancel(record, [(sequence, sequence.leg)])
+        self._leave(record, sequence)
+        record.wake.set()
+
+    def _exhausted(self, record: Record, sequence: Sequence, error: KvferryError, budget: int) -> KvferryError:
+        what = f"request {record.request.request_id}: gave up after {budget} retries (--retry-budget); last: {error}"
         if isinstance(error, CapacityError) and not sequence.tokens:
             return QueueFull(what, retry_after_s=max(1.0, self._mean_request_s))
         return RetriesExhausted(what)
@@ -307,6 +414,7 @@ class Coordinator:
         """The sequence is complete."""
         sequence.ended = True
         self._leave(record, sequence)
+        self._mover.drop(record, sequence)
         if all(s.ended for s in record.sequences):
             self._finish(record, None)
 
@@ -314,17 +422,14 @@ class Coordinator:
         sequence = record.sequences[index]
         del sequence.tokens[len(sequence.tokens) - num_unread :]
         if not record.over and not sequence.ended:
-            self._cancel(record, [sequence])
+            self._cancel(record, [(sequence, sequence.leg)])
             self._end(record, sequence)
 
-    def _close(self, record: Record) -> None:
-        self._finish(record, Cancelled(f"request {record.request.request_id}: closed by its consumer"))
-
-    def _cancel(self, record: Record, sequences: list[Sequence]) -> None:
+    def _cancel(self, record: Record, legs: Iterable[tuple[Sequence, Leg | None]]) -> None:
         keys: dict[Peer, list[SequenceKey]] = {}
-        for sequence in sequences:
-            if sequence.leg is not None:
-                keys.setdefault(sequence.leg.peer, []).append(record.key(sequence))
+        for sequence, leg in legs:
+            if leg is not None:
+                keys.setdefault(leg.peer, []).append(record.key(sequence, leg))
         for peer, theirs in keys.items():
             if member := self._registry.get(peer):
                 member.port.cancel(theirs)
@@ -334,11 +439,15 @@ class Coordinator:
         if record.over:
             return
         record.over = True
-        self._cancel(record, record.sequences)
+        if error is not None:
+            error.explained(**record.facts())
+        self._cancel(record, [(sequence, sequence.leg) for sequence in record.sequences])
         for sequence in record.sequences:
             self._leave(record, sequence)
-        del self._records[record.request.request_id]
-        record.timeline.finished_ns = self._clock.now_ns()
+            self._mover.drop(record, sequence)
+        self._idle.set()
+        del self._records[record.engine_id]
+        record.note_end(self._clock.now_ns())
         self._count(record, error)
         record.stream.end(error)
         if record.driver is not asyncio.current_task():
@@ -359,35 +468,18 @@ class Coordinator:
     async def _maintain(self) -> None:
         period_s = min(self._config.transfer_timeout_s / 3, self._registry.config.unreachable_after_s / 2)
         while True:
+            due_ns = self._clock.now_ns() + int(period_s * 1e9)
             await self._clock.sleep(period_s)
-            self._registry.check(self._clock.now_ns())
+            now_ns = self._clock.now_ns()
+            self._registry.check(now_ns, now_ns - due_ns)
             self._transfers.renew()
 
     def check_invariants(self) -> None:
         """Recomputes what is derived. For tests and audits."""
         self._router.check_invariants()
         self._index.check_invariants()
-        placements = [p for record in self._records.values() for p in record.placements]
-        assert len(placements) == self._router.num_bookings, "bookings differ from placements"
-        needed = {p.transfer.transfer_id for p in placements if p.transfer is not None and p.transfer.open}
-        assert needed == self._transfers.open_ids(), "open transfers differ from those that placements need"
-        for record in self._records.values():
-            for s in record.sequences:
-                assert s.leg is None or s.index in s.leg.placement.active, f"{s.index}: a leg without a placement"
+        check_invariants(self._records.values(), self._transfers.open_ids(), self._router.num_bookings)
 
     def audit(self, groups: dict[Peer, Audit]) -> list[str]:
         """What groups hold that no request here owns, in words; at rest, and with one gateway, empty."""
-        keys = {r.key(s) for r in self._records.values() for s in r.sequences if s.leg is not None}
-        transfers = self._transfers.open_ids()
-        findings: list[str] = []
-        if not self._records and self._router.num_bookings:
-            findings.append(f"router: {self._router.num_bookings} bookings without a request")
-        for peer, held in groups.items():
-            findings += [f"{peer}: {fault}" for fault in held.broken]
-            findings += [f"{peer}: runs {key}, which nobody waits for" for key in held.sequences if key not in keys]
-            for transfer_id in (*held.inbound, *held.outbound):
-                if transfer_id not in transfers:
-                    findings.append(f"{peer}: holds transfer {transfer_id}, which nobody waits for")
-            if not held.sequences and not held.inbound and not held.outbound and held.num_leased_blocks:
-                findings.append(f"{peer}: {held.num_leased_blocks} blocks are leased to nobody")
-        return findings
+        return audit(self._records.values(), self._transfers.open_ids(), self._router.num_bookings, groups)

@@ -14,13 +14,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
 from kvferry.cluster.answers import Answer
-from kvferry.cluster.config import GroupSpec, ServeConfig
+from kvferry.cluster.config import GroupSpec, Role, ServeConfig
 from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.peer_stream import RemoteGroup
@@ -34,6 +35,8 @@ from kvferry.cluster.service import (
     GenerateCall,
     GroupView,
     ModelView,
+    Operation,
+    OperationView,
     Started,
     StreamEvent,
 )
@@ -47,6 +50,7 @@ from kvferry.runtime.text.tokenizer import Tokenizer
 AUDIT_TIMEOUT_S = 5.0
 AUDIT_TRIES = 4
 AUDIT_PAUSE_S = 0.3
+_EMPTY = ("dead", "drained")
 LONG_PROMPT_CHARS = 20_000
 """Longer prompts are tokenised in another thread, so that other requests' tokens go on meanwhile."""
 
@@ -63,8 +67,14 @@ class WallClock:
         await asyncio.sleep(seconds)
 
 
+class Operator(Protocol):
+    """Changes the deployment: `operations.Operations`."""
+
+    async def run(self, operation: Operation) -> OperationView: ...
+
+
 class _Place:
-    """A place in the deployment and how it fares."""
+    """An incarnation of a group, or the last one that was there, and how it fares."""
 
     def __init__(self, spec: GroupSpec, epoch: Epoch) -> None:
         self.spec = spec
@@ -89,10 +99,20 @@ class Gateway:
             Router(RouterConfig(disaggregate=config.disaggregate)),
             self._index,
             self._clock,
-            CoordinatorConfig(transfer_timeout_s=config.engine.transfer.timeout_s),
+            CoordinatorConfig(
+                gateway=secrets.token_hex(4),
+                transfer_timeout_s=config.engine.transfer.timeout_s,
+                max_in_flight=config.limits.max_requests,
+                max_queue_s=config.limits.max_queue_s,
+                priority_step_s=config.engine.scheduler.priority_step_s,
+                max_bypass=config.engine.scheduler.max_bypass,
+                max_unread_bytes=config.limits.max_unread_bytes,
+                retry_budget=config.limits.retry_budget,
+            ),
         )
-        self.metrics = Metrics(self._loads)
-        self._places: dict[GroupId, _Place] = {}
+        self.metrics = Metrics(self._loads, lambda: self.coordinator.num_waiting)
+        self._places: dict[Peer, _Place] = {}
+        self.operator: Operator | None = None
         self._tasks = asyncio.TaskGroup()
         self._intake = Intake(self.registry, self._index, self.coordinator, self._clock, self._tasks)
         self._stack = contextlib.AsyncExitStack()
@@ -113,9 +133,13 @@ class Gateway:
     # ------------------------------------------------------------ Service
     async def generate(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
         request = await self._request(call)
-        outcome, timeline = "cancelled", None
+        outcome = "cancelled"
         with structlog.contextvars.bound_contextvars(request_id=request.request_id):
-            stream = self.coordinator.start(request)
+            try:
+                stream = self.coordinator.start(request)
+            except KvferryError as error:
+                self.metrics.refused(error)
+                raise
             self.metrics.begun()
             try:
                 async with contextlib.aclosing(stream):
@@ -124,17 +148,17 @@ class Gateway:
                     async for event in stream:
                         for delta in answer.take([event, *stream.arrived()]):
                             yield delta
-                    outcome, timeline = answer.finish_reason, stream.timeline
+                    outcome = answer.finish_reason
                     usage = msgspec.structs.replace(stream.usage, num_output_tokens=answer.num_output_tokens)
                 self.metrics.used(usage)
-                yield Completed(usage, timeline)
+                yield Completed(usage, stream.timeline)
             except Cancelled:
                 raise
             except KvferryError as error:
                 outcome = error.label
                 raise
             finally:
-                self.metrics.ended(outcome, timeline)
+                self.metrics.ended(outcome, stream.timeline)
 
     async def _request(self, call: GenerateCall) -> Request:
         """Raises `InvalidArgument` naming the field."""
@@ -161,6 +185,7 @@ class Gateway:
             priority=call.priority,
             arrival_ns=arrival_ns,
             deadline_ns=None if call.timeout_s is None else arrival_ns + int(call.timeout_s * 1e9),
+            retry_budget=call.retry_budget,
         )
 
     async def _prompt(self, call: GenerateCall) -> list[int]:
@@ -222,7 +247,8 @@ class Gateway:
         load = member.load if member else m.Load()
         state = place.state
         if member is not None:
-            state = "live" if member.state is GroupState.LIVE else "unreachable"
+            state = "draining" if member.draining else "live"
+            state = state if member.state is GroupState.LIVE else "unreachable"
         return GroupView(
             group=place.spec.group,
             role=place.spec.role,
@@ -242,6 +268,11 @@ class Gateway:
             num_preemptions=load.num_preemptions,
             pids=member.info.pids if member else [],
         )
+
+    async def operate(self, operation: Operation) -> OperationView:
+        if self.operator is None:
+            raise GroupUnavailable("the deployment is still starting; try again in a moment")
+        return await self.operator.run(operation)
 
     async def audit(self) -> list[str]:
         """What is found in every one of a few looks: messages on their way make single looks differ."""
@@ -273,20 +304,40 @@ class Gateway:
 
     # ------------------------------------------------------------ Observer
     def group_starting(self, spec: GroupSpec, epoch: Epoch) -> None:
-        self._places[spec.group] = _Place(spec, epoch)
+        for peer in [p for p, place in self._places.items() if p.group == spec.group and place.state in _EMPTY]:
+            del self._places[peer]
+        self._places[Peer(spec.group, epoch)] = _Place(spec, epoch)
 
     def group_progress(self, group: GroupId, share: float) -> None:
-        self._places[group].share = share
+        """Of its newest incarnation."""
+        self._places[max((peer for peer in self._places if peer.group == group), key=lambda p: p.epoch)].share = share
 
     def group_up(self, port: RemoteGroup) -> None:
         """Raises `IncompatiblePeer` when its blocks mean something else than the others'."""
         self.registry.up(port, self._clock.now_ns())
-        self._places[port.peer.group].state = "live"
+        self._places[port.peer].state = "live"
 
     def group_down(self, peer: Peer, reason: str) -> None:
-        self._places[peer.group].state = "dead"
+        self._leave(peer, "dead")
         self.metrics.died(peer.group)
         self.coordinator.on_group_down(peer, reason)
+
+    def group_ended(self, peer: Peer, out_of_service: bool) -> None:
+        self._leave(peer, "drained" if out_of_service else None)
+        self.coordinator.on_group_down(peer, "it was taken out of service")
+
+    def set_role(self, peer: Peer, role: Role) -> None:
+        place = self._places[peer]
+        place.spec = msgspec.structs.replace(place.spec, role=role)
+        self.registry.set_role(peer, role)
+
+    def _leave(self, peer: Peer, state: str | None) -> None:
+        """`None`, or with a successor: nothing is shown of it any more."""
+        place = self._places.get(peer)
+        if place is not None and state is not None and sum(p.group == peer.group for p in self._places) == 1:
+            place.state = state
+        else:
+            self._places.pop(peer, None)
 
     def on_frame(self, port: RemoteGroup, frame: m.StepFrame) -> None:
         self._intake.on_frame(port, frame)
@@ -294,11 +345,11 @@ class Gateway:
     # ------------------------------------------------------------ inside
     def loading(self) -> list[tuple[GroupId, float]]:
         """Groups that start, and how much of their weights is loaded."""
-        return [(group, place.share) for group, place in self._places.items() if place.state == "starting"]
+        return [(peer.group, place.share) for peer, place in self._places.items() if place.state == "starting"]
 
     def _loads(self) -> list[tuple[str, str, m.Load]]:
         members = self.registry.members()
-        return [(member.peer.group, member.info.role, member.load) for member in members]
+        return [(member.peer.group, member.role, member.load) for member in members]
 
     def _max_context(self) -> int:
         """Of the model and the options; and a sequence must fit the smallest pool, or it could not move there."""

@@ -22,7 +22,7 @@ from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE
 
 HELLO_TIMEOUT_S = 10.0
 HEARTBEAT_S = 0.5
-STALL_S = 10.0
+STALL_S = 4.0
 """No heartbeat from an engine whose thread has not come around for so long: it counts as silent."""
 MAX_QUEUED_FRAMES = 2048
 """A gateway that is further behind is disconnected; the engine never waits for one."""

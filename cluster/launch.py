@@ -31,6 +31,8 @@ import kvferry.cluster.grpc_env
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
+from kvferry.cluster.operations import Operations
+from kvferry.cluster.orphans import OwnRay
 from kvferry.cluster.supervisor import Supervisor, SupervisorPolicy, first_leaf
 from kvferry.cluster.topology import allot
 from kvferry.runtime.errors import Cancelled, InvalidArgument, KvferryError, ResourceMissing
@@ -39,12 +41,14 @@ from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
 from kvferry.runtime.model.fit import check_fit
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
-DRAIN_S = 2.0
-"""Of running requests at the end; they are cancelled after it."""
+GRACE_S = 2.0
+"""For what is still being sent to clients at the very end."""
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
 RAY_CONNECT_TIMEOUT_S = 5.0
+RAY_LOST_GRACE_S = 3.0
+"""Of `serve`, once Ray has died, to end in good order: calls to a dead Ray may hang."""
 LOOPBACK = "127.0.0.1"
 WORKER_ENV = {"GOMP_SPINCOUNT": "2000"}
 """Of every worker, before it imports torch. Workers share cores with each other: OpenMP threads that spin at a barrier
@@ -70,13 +74,16 @@ class RunningCluster:
         policy: SupervisorPolicy | None,
         parts: Parts,
         on_connected: Callable[[], None],
+        on_ray_lost: Callable[[], None],
     ) -> None:
         self._config = config
         self._files = files
         self._policy = policy
         self._parts = parts
         self._on_connected = on_connected
+        self._on_ray_lost = on_ray_lost
         self._closing = asyncio.Event()
+        self._drain_s = 0.0
         self._usable = asyncio.get_running_loop().create_future()
         self.target = ""
         self.gateway: Gateway
@@ -96,8 +103,9 @@ class RunningCluster:
         """Returns after `close`. Raises what ended the deployment."""
         await asyncio.shield(self._task)
 
-    def begin_close(self) -> None:
-        """The start of `close`, for signal handlers."""
+    def begin_close(self, drain_s: float = 0.0) -> None:
+        """The start of `close`, for signal handlers. New requests are refused; those that run have `drain_s` to end."""
+        self._drain_s = drain_s
         self._closing.set()
 
     async def close(self) -> None:
@@ -142,18 +150,23 @@ class RunningCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.gateway = await stack.enter_async_context(Gateway(config, self._files.name, spec))
             server = make_server(self.gateway, config.host, config.port, config.server)
-            stack.push_async_callback(server.stop, DRAIN_S)
+            stack.push_async_callback(server.stop, GRACE_S)
             if config.metrics_port is not None:
                 stop_metrics = self.gateway.metrics.serve(config.host, config.metrics_port)
                 stack.push_async_callback(asyncio.to_thread, stop_metrics)
             self.target = f"{config.host}:{server.port}"
             self.gateway.set_tokenizer(await asyncio.to_thread(load_tokenizer, self._files))
-            nodes = await stack.enter_async_context(_ray(config))
+            own_ray = OwnRay() if config.ray_address is None else None
+            nodes = await stack.enter_async_context(_ray(config, own_ray))
             self._on_connected()
             await server.start()
             self.supervisor = self._supervise(nodes)
-            await self._until_closed(server)
-            server.set_ready(False)
+            operations = Operations(
+                config, self.gateway, self.supervisor, lambda group: check_fit(config.engine, spec, group.tp_size)
+            )
+            stack.push_async_callback(operations.close)
+            self.gateway.operator = operations
+            await self._until_closed(server, own_ray)
 
     def _supervise(self, nodes: list[float]) -> Supervisor:
         from kvferry.cluster.ray_groups import RayLauncher, RayOptions
@@ -171,26 +184,57 @@ class RunningCluster:
         allotments = allot(config.groups(), config.engine.threads, nodes)
         name = f"gateway-{os.getpid()}"
         return Supervisor(
-            allotments, RayLauncher(options), self.gateway, secret=secret, gateway=name, policy=self._policy
+            allotments,
+            RayLauncher(options, allotments[0].cpus),
+            self.gateway,
+            secret=secret,
+            gateway=name,
+            policy=self._policy,
         )
 
-    async def _until_closed(self, server: ApiServer) -> None:
-        """Raises what made the supervisor give up."""
+    async def _until_closed(self, server: ApiServer, own_ray: OwnRay | None) -> None:
+        """Raises what made the supervisor give up, and `ResourceMissing` when our Ray has died."""
         supervise = asyncio.create_task(self.supervisor.run(), name="supervisor")
         announce = asyncio.create_task(self._announce(server), name="announce")
         close = asyncio.create_task(self._closing.wait(), name="close")
+        lost = asyncio.create_task(self._ray_lost(own_ray), name="ray")
+        others: list[asyncio.Task[Any]] = [announce, close, lost]
         try:
-            await asyncio.wait((supervise, close), return_when=asyncio.FIRST_COMPLETED)
-            if supervise.done():
-                supervise.result()
+            await asyncio.wait((supervise, close, lost), return_when=asyncio.FIRST_COMPLETED)
+            announce.cancel()
+            server.set_ready(False)
+            self.gateway.coordinator.close_door()
+            idle = asyncio.create_task(self.gateway.coordinator.idle(), name="idle")
+            others.append(idle)
+            if not supervise.done() and not lost.done():
+                left_s = self._drain_s if self._usable.done() else 0.0
+                await asyncio.wait((supervise, idle, lost), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in (supervise, lost):
+                if task.done():
+                    task.result()
         finally:
-            for task in (supervise, announce, close):
+            for task in (supervise, *others):
                 task.cancel()
-            await asyncio.gather(supervise, announce, close, return_exceptions=True)
+            await asyncio.gather(supervise, *others, return_exceptions=True)
+
+    async def _ray_lost(self, own_ray: OwnRay | None) -> None:
+        if own_ray is None:  # somebody else's cluster
+            await self._closing.wait()
+            return
+        daemon = await own_ray.lost()
+        self._on_ray_lost()
+        await asyncio.to_thread(own_ray.kill)
+        raise ResourceMissing(f"Ray's {daemon} has died, and all workers with it; start kvferry again")
 
     async def _announce(self, server: ApiServer) -> None:
         await self.supervisor.usable()
-        server.set_ready(True)
+        registry = self.gateway.registry
+
+        def follow(*_change: Any) -> None:
+            server.set_ready(bool(registry.routable()) and not self.closing)
+
+        registry.listen(follow)
+        follow()
         self._usable.set_result(None)
 
 
@@ -200,32 +244,36 @@ async def start_cluster(
     policy: SupervisorPolicy | None = None,
     parts: Parts | None = None,
     on_connected: Callable[[], None] = lambda: None,
+    on_ray_lost: Callable[[], None] = lambda: None,
 ) -> RunningCluster:
     """Returns at once; see `RunningCluster.usable`. Use as an async context manager, or `close` it.
 
-    `on_connected` is called once Ray runs, which puts its own signal handlers in place.
+    `on_connected` is called once Ray runs, which puts its own signal handlers in place; `on_ray_lost` when a Ray of
+    our own has died: the deployment ends, and may hang on the way.
 
     Raises `NotFound` and `UnsupportedModel` for what is no model.
     """
     files = await asyncio.to_thread(resolve_model, config.model)
-    return RunningCluster(config, files, policy, parts or Parts(), on_connected)
+    return RunningCluster(config, files, policy, parts or Parts(), on_connected, on_ray_lost)
 
 
 @contextlib.asynccontextmanager
-async def _ray(config: ServeConfig) -> AsyncIterator[list[float]]:
+async def _ray(config: ServeConfig, own: OwnRay | None) -> AsyncIterator[list[float]]:
     """A connection to Ray; yields the CPUs of each node."""
     try:
-        yield await asyncio.to_thread(_connect, config.ray_address)
+        yield await asyncio.to_thread(_connect, config.ray_address, own, config.log_json)
     finally:
         await asyncio.to_thread(_disconnect)
+        if own is not None:
+            await asyncio.to_thread(own.close)
 
 
-def _connect(address: str | None) -> list[float]:
+def _connect(address: str | None, own: OwnRay | None, log_json: bool) -> list[float]:
     root = str(Path(kvferry.__file__).absolute().parent.parent)  # not this file's folder: it is behind a symbolic link
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     python_path = os.pathsep.join([root, *(folder for folder in folders if folder and folder != root)])
     options: dict[str, Any] = {
-        "log_to_driver": True,
+        "log_to_driver": not log_json,  # Ray's lines are no JSON
         "logging_level": logging.ERROR,
         "configure_logging": False,
         "runtime_env": {"env_vars": WORKER_ENV | {"PYTHONPATH": python_path}},
@@ -234,7 +282,8 @@ def _connect(address: str | None) -> list[float]:
         os.environ["PYTHONPATH"] = python_path
         for name, value in WORKER_ENV.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # its ports are open on all interfaces
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would put the engine behind everything else here
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
@@ -245,9 +294,11 @@ def _connect(address: str | None) -> list[float]:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it is not in the main thread
     try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if address is None:
+        with own.starting() if own is not None else contextlib.nullcontext():
+            ray.init(**options)
+    except Exception as error:  # plain ones, too: "The current node timed out during startup"
+        if own is not None:
+            own.kill()  # Ray forgets the processes of a start that failed halfway
             raise ResourceMissing(f"Ray did not start on this machine: {error}") from error
         raise InvalidArgument(
             "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
@@ -284,15 +335,20 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
     begin, loop = time.monotonic(), asyncio.get_running_loop()
     connected = False
 
+    def on_ray_lost() -> None:
+        _log.error("ray_died")
+        loop.call_later(RAY_LOST_GRACE_S, os._exit, 1)
+
     def on_signal() -> None:
-        if cluster.closing:
-            os._exit(130)  # asked twice: at once; workers end with their raylet
-        _log.info("stopping")
+        if cluster.closing:  # asked twice: at once
+            _kill_children()
+            os._exit(130)
+        _log.info("stopping", at_most_s=config.drain_s)
         if not connected:  # Ray's start cannot be interrupted, and nothing of ours runs yet
             _kill_children()
             os._exit(0)
-        cluster.begin_close()
-        loop.call_later(CLOSE_TIMEOUT_S, os._exit, 1)
+        cluster.begin_close(config.drain_s)
+        loop.call_later(config.drain_s + CLOSE_TIMEOUT_S, os._exit, 1)
 
     def listen() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -303,7 +359,7 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
         connected = True
         listen()
 
-    async with await start_cluster(config, parts=parts, on_connected=on_connected) as cluster:
+    async with await start_cluster(config, parts=parts, on_connected=on_connected, on_ray_lost=on_ray_lost) as cluster:
         listen()
         show = asyncio.create_task(_show_progress(cluster))
         try:

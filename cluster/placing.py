@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 
+from kvferry.cluster.admission import Admission, Place
 from kvferry.cluster.legs import Placement, Record, Sequence
 from kvferry.cluster.ports import Clock
 from kvferry.cluster.prefix_index import PrefixIndex
-from kvferry.cluster.registry import Registry
-from kvferry.cluster.router import Router, RoutingDecision
+from kvferry.cluster.registry import Member, Registry
+from kvferry.cluster.router import Demand, Router, RoutingDecision
 from kvferry.cluster.transfers import Transfer, Transfers
-from kvferry.runtime.errors import GroupDied, GroupUnavailable, KvferryError
+from kvferry.runtime.errors import GroupDied, GroupUnavailable, KvferryError, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, Peer
 from kvferry.runtime.kv.hashing import hash_chain, salted_root
+from kvferry.runtime.request import Request, rank_ns
 
 EXPECTED_BLOCKS_GRACE_S = 2.0
 """How much longer than estimated a routed request's blocks count as about to appear."""
+
+FIRST_PAUSE_S = 0.02
+"""Before a group without room for a transfer is asked again; doubles each time."""
+MAX_PAUSE_S = 0.5
 
 
 class Placer:
@@ -28,14 +34,28 @@ class Placer:
         index: PrefixIndex,
         transfers: Transfers,
         clock: Clock,
+        admission: Admission,
+        *,
         unavailable_timeout_s: float,
+        priority_step_s: float,
     ) -> None:
         self._registry = registry
         self._router = router
         self._index = index
         self._transfers = transfers
         self._clock = clock
+        self._admission = admission
         self._unavailable_timeout_s = unavailable_timeout_s
+        self._priority_step_ns = int(priority_step_s * 1e9)
+
+    def check(self, request: Request) -> None:
+        """Raises `QueueFull` for a request that should not even wait."""
+        now_ns = self._clock.now_ns()
+        demand = Demand(len(request.prompt_token_ids), request.sampling.n, request.sampling.max_tokens)
+        self._admission.check(request, demand, self._rank_ns(request), self._registry.routable(), now_ns)
+
+    def _rank_ns(self, request: Request) -> int:
+        return rank_ns(request.priority, request.arrival_ns, self._priority_step_ns)
 
     async def place(self, record: Record) -> None:
         """Does the next thing that the request needs, or waits until there is one.
@@ -59,12 +79,26 @@ class Placer:
             return
 
     async def _place_homeless(self, record: Record) -> None:
-        """Finds a home for every homeless sequence. Raises `GroupUnavailable` when none turns up in time."""
-        since_ns: int | None = None
+        """Finds a home for every homeless sequence. Raises `GroupUnavailable` when none turns up in time.
+
+        A request that has not begun yet waits in line for it; one that has goes on in some engine's queue.
+        """
+        place: Place | None = None
+        if record.timeline.routed_ns is None:
+            demand = record.demand(record.sequences)
+            place = self._admission.line.enter(self._rank_ns(record.request), demand, record.wake.set)
+        try:
+            await self._find_homes(record, place)
+        finally:
+            if place is not None:
+                self._admission.line.leave(place)
+
+    async def _find_homes(self, record: Record, place: Place | None) -> None:
+        line, since_ns = self._admission.line, None
         while homeless := record.homeless():
             now_ns = self._clock.now_ns()
-            decision = self._decide(record, homeless, now_ns)
-            if decision is None:
+            members = self._registry.routable()
+            if not members:
                 since_ns = now_ns if since_ns is None else since_ns
                 left_s = self._unavailable_timeout_s - (now_ns - since_ns) / 1e9
                 if left_s <= 0:
@@ -73,35 +107,53 @@ class Placer:
                     )
                 await self._wait(record, left_s)
                 continue
+            since_ns = None
+            if place is not None and not line.may_try(place):
+                await self._wait(record, self._unavailable_timeout_s)
+                continue
+            decision = self._decide(record, homeless, members, place is not None, now_ns)
+            if decision is None:
+                assert place is not None, "what has begun is never held back"
+                line.block(place)
+                await self._wait(record, self._unavailable_timeout_s)
+                continue
             asked = {decision.prefill, decision.decode}
             pause_ns = max((s.pause_until_ns for s in homeless if asked & s.avoid), default=0) - now_ns
             if pause_ns > 0:
                 await self._wait(record, pause_ns / 1e9)
                 continue
-            await self._send_off(record, homeless, decision, now_ns)
+            await self._send_off(record, homeless, decision, place, now_ns)
             return
 
-    def _decide(self, record: Record, sequences: list[Sequence], now_ns: int) -> RoutingDecision | None:
-        members = self._registry.routable()
-        if not members:
-            return None
-        hits = self._index.longest_prefix(self._hashes(record, record.shared_tokens(sequences)), now_ns)
+    def _decide(
+        self, record: Record, sequences: list[Sequence], members: list[Member], new: bool, now_ns: int
+    ) -> RoutingDecision | None:
+        """`None`: there is no room."""
+        demand = record.demand(sequences)
+        hits = self._index.longest_prefix(self.hashes(record, record.shared_tokens(sequences)), now_ns)
         avoid = set[Peer]().union(*(s.avoid for s in sequences))
-        return self._router.route(record.demand(sequences), members, hits, avoid)
+        return self._router.route(demand, self._admission.open_to(demand, members, hits, new), hits, avoid)
 
     async def _send_off(
-        self, record: Record, sequences: list[Sequence], decision: RoutingDecision, now_ns: int
+        self,
+        record: Record,
+        sequences: list[Sequence],
+        decision: RoutingDecision,
+        place: Place | None,
+        now_ns: int,
     ) -> None:
         placement = Placement(
             decision.prefill, decision.decode, self._router.book(decision), {s.index for s in sequences}
         )
         record.placements.append(placement)
         record.timeline.routed_ns = record.timeline.routed_ns or now_ns
+        if place is not None:
+            self._admission.line.leave(place, admitted=True)
         tokens = record.shared_tokens(sequences)
         where = decision.prefill or decision.decode
         until_s = 2 * (decision.queue_s + decision.prefill_s) + EXPECTED_BLOCKS_GRACE_S
         for peer in {where, decision.decode}:  # a transfer's blocks are shared at its destination as well
-            self._index.expect(peer, self._hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
+            self._index.expect(peer, self.hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
         self.submit(record, sequences, where, placement, handoff=decision.prefill is not None)
         if decision.prefill is not None:
             await self._ferry(record, placement, tokens)
@@ -113,7 +165,7 @@ class Placer:
             return
         sequences = record.on(prefill.peer, placement)
         tokens = record.shared_tokens(sequences)
-        hits = self._index.longest_prefix(self._hashes(record, tokens), self._clock.now_ns())
+        hits = self._index.longest_prefix(self.hashes(record, tokens), self._clock.now_ns())
         others = [m for m in self._registry.routable() if m.peer not in placement.refused]
         decision = self._router.route_decode(record.demand(sequences), prefill, others, hits)
         if decision is None:
@@ -128,20 +180,37 @@ class Placer:
         source, destination = placement.prefill, placement.decode
         if source is None or destination is None:
             return
-        waiting = set(placement.active)
-        transfer = Transfer(record.next_transfer_id(), record.num_transfers, source, destination, waiting)
+        # Another decode group for the same prefill leg is another attempt of its transfer: the source knows by that
+        # name when no more will be computed, and says at once what it cannot send.
+        former = placement.transfer
+        transfer_id = record.next_transfer_id() if former is None else former.transfer_id
+        transfer = Transfer(transfer_id, record.num_transfers, source, destination, set(placement.active))
         record.num_transfers += 1
         placement.transfer = transfer
         self._transfers.begin(transfer)
+        pause_s = FIRST_PAUSE_S
         try:
-            await self._transfers.arrange(transfer, tokens, record.request.cache_salt)
+            while not await self._arrange(record, transfer, tokens):
+                await self._wait(record, pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                if not transfer.open or record.homeless() or not record.on(source, placement):
+                    self._transfers.end(transfer, "there was no room for it while its prompt was computed")
+                    return
         except (GroupUnavailable, GroupDied) as error:
             self._transfers.end(transfer, str(error))
             placement.refused.add(destination)
             if placement.decode == destination:
                 placement.decode = None
-        except KvferryError as error:  # no room, or no way: the decode group computes what it lacks
+        except KvferryError as error:  # no way: the decode group computes what it lacks
             self._transfers.end(transfer, str(error))
+
+    async def _arrange(self, record: Record, transfer: Transfer, tokens: list[int]) -> bool:
+        """False: there is no room now; there may be before the prompt is computed."""
+        try:
+            await self._transfers.arrange(transfer, tokens, record.request.cache_salt)
+        except NoFreeBlocks:
+            return False
+        return True
 
     def submit(
         self, record: Record, sequences: list[Sequence], peer: Peer, placement: Placement, handoff: bool
@@ -152,9 +221,11 @@ class Placer:
         transfer_id = transfer.transfer_id if transfer is not None and transfer.open else None
         if handoff:
             transfer_id = record.next_transfer_id()  # begun right after; the group learns of it with the ticket
-        member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id) for s in sequences])
+        now_ns = self._clock.now_ns()
+        member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id, now_ns) for s in sequences])
 
-    def _hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:
+    def hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:
+        """Of the tokens' full blocks."""
         is_prompt = tokens is record.request.prompt_token_ids
         if is_prompt and record.prompt_hashes is not None:
             return record.prompt_hashes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -18,8 +18,9 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kvferry.cluster.config import GroupSpec
 from kvferry.cluster.supervisor import OnProgress
-from kvferry.cluster.topology import Allotment
+from kvferry.cluster.topology import MIN_CPU_SHARE, Allotment
 from kvferry.cluster.worker import Failure, Loaded, Started, Worker, WorkerSpec
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import GroupUnavailable, ResourceMissing, error_of
@@ -27,6 +28,8 @@ from kvferry.runtime.ids import Epoch, Peer
 from kvferry.runtime.transfer.ticket import GroupAddress
 
 PLACE_TIMEOUT_S = 30.0
+TRIAL_TIMEOUT_S = 1
+"""Whole seconds: Ray rounds down."""
 NUM_CALL_THREADS = 4
 """Of an actor: `load` or `start`, `progress`, `wait_end`, and one to spare."""
 
@@ -133,10 +136,33 @@ class RayGroup:
 class RayLauncher:
     """Implements `supervisor.Launcher`."""
 
-    def __init__(self, options: RayOptions) -> None:
+    def __init__(self, options: RayOptions, cpus: float) -> None:
+        """`cpus`: what a rank of a group that is added later reserves, if that is free; less, if not."""
         self._options = options
+        self._cpus = cpus
         # Detached actors are not used: all of them end with this driver.
         self._actor_class: Any = ray.remote(Worker)
+
+    async def allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
+        """Reserves all of it for a moment, which answers within milliseconds; Ray would wait for room without a word.
+
+        Raises `ResourceMissing`.
+        """
+        return await asyncio.to_thread(self._allot, specs)
+
+    def _allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
+        for cpus in (self._cpus, MIN_CPU_SHARE):
+            trials = [placement_group([{"CPU": cpus}] * spec.tp_size, strategy="STRICT_PACK") for spec in specs]
+            homeless = [spec for spec, trial in zip(specs, trials, strict=True) if not trial.wait(TRIAL_TIMEOUT_S)]
+            for trial in trials:
+                remove_placement_group(trial)
+            if not homeless:
+                return [Allotment(spec=spec, threads=self._options.engine.threads, cpus=cpus) for spec in specs]
+        raise ResourceMissing(
+            f"group {homeless[0].group} does not fit: its {homeless[0].tp_size} ranks need "
+            f"{homeless[0].tp_size * MIN_CPU_SHARE:.1f} free CPUs on one node of the Ray cluster, whose free resources "
+            f"are {_free_resources()}; add nodes, or drain other groups first"
+        )
 
     async def start(self, allotment: Allotment, epoch: Epoch, on_progress: OnProgress) -> RayGroup:
         """Raises `ResourceMissing`, `GroupUnavailable`, and what a rank's load reports."""

@@ -63,6 +63,10 @@ class Member:
         self.last_frame_ns = now_ns
         self.load = Load()
         self.draining = False
+        self.stays = False
+        """Until `down`, also beside its successor, which takes over from it."""
+        self.role = port.info.role
+        """What the router sends it; any group can do both phases."""
 
     @property
     def peer(self) -> Peer:
@@ -92,7 +96,7 @@ class Registry:
 
     # ------------------------------------------------------------ changes
     def up(self, port: GroupPort, now_ns: int) -> Member:
-        """Takes in a new incarnation; an older one of the same group is down with it. Idempotent.
+        """Takes in a new incarnation; an older one of the same group is down with it, unless it `stays`. Idempotent.
 
         Raises `IncompatiblePeer` if its blocks mean something else than the cluster's, `StaleAttempt` for an epoch
         that was superseded or declared down.
@@ -104,7 +108,7 @@ class Registry:
         if newest is not None and peer.epoch <= newest:
             raise StaleAttempt(f"epoch={peer.epoch} of group {peer.group}: must be newer than {newest}; start it anew")
         self._check_compatible(port.info)
-        for older in [p for p in self._members if p.group == peer.group]:
+        for older in [p for p, known in self._members.items() if p.group == peer.group and not known.stays]:
             self.down(older, f"replaced by {peer}")
         self._epochs[peer.group] = peer.epoch
         member = self._members[peer] = Member(port, now_ns)
@@ -129,9 +133,13 @@ class Registry:
             self._tell(Change.BACK, peer)
         return True
 
-    def check(self, now_ns: int) -> None:
-        """Finds the silent ones. Call it a few times per `unreachable_after_s`."""
+    def check(self, now_ns: int, late_ns: int = 0) -> None:
+        """Finds the silent ones. Call it a few times per `unreachable_after_s`.
+
+        `late_ns`: how much later than planned this call is. Then frames wait unread as well, and that is no silence.
+        """
         for member in list(self._members.values()):
+            member.last_frame_ns = min(now_ns, member.last_frame_ns + max(0, late_ns))
             silent_s = (now_ns - member.last_frame_ns) / 1e9
             if member.state is GroupState.LIVE and silent_s > self.config.unreachable_after_s:
                 member.state = GroupState.UNREACHABLE
@@ -147,6 +155,17 @@ class Registry:
             member.draining = draining
             if not draining:
                 self._tell(Change.BACK, peer)
+
+    def stay(self, peer: Peer) -> None:
+        """Its successor will come up beside it."""
+        if member := self._members.get(peer):
+            member.stays = True
+
+    def set_role(self, peer: Peer, role: str) -> None:
+        """What the router sends there from now on; what runs there goes on."""
+        if member := self._members.get(peer):
+            member.role = role
+            self._tell(Change.BACK, peer)
 
     # ------------------------------------------------------------ questions
     def get(self, peer: Peer) -> Member | None:

@@ -17,6 +17,7 @@ group and ship to another. Load is booked when it is decided; of a booking and a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -74,6 +75,8 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """To be computed by whoever prefills."""
     num_decoding: int
     """Sequences that will decode on `decode`."""
+    num_blocks: int
+    """That these are expected to take there."""
     queue_s: float
     prefill_s: float
     stall_s: float
@@ -91,10 +94,10 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._rates = GroupRates(
+        self.rates = GroupRates(
             config.prior_prefill_tokens_per_s, config.prior_decode_step_s, config.prior_link_bytes_per_s
         )
-        self._book = LoadBook()
+        self.load = LoadBook()
         self._picked: dict[Peer, int] = {}
         self._num_picks = 0
 
@@ -109,8 +112,8 @@ class Router:
         live = _preferred(members, avoid)
         if demand.max_new_tokens <= 1:
             return self._cheapest([self._whole(demand, m, hits, "one token: no decode phase") for m in live])
-        decoders = [m for m in live if m.info.role != "prefill"]
-        prefillers = [m for m in live if m.info.role != "decode"]
+        decoders = [m for m in live if m.role != "prefill"]
+        prefillers = [m for m in live if m.role != "decode"]
         if not decoders:
             return self._cheapest([self._whole(demand, m, hits, "no decode group lives") for m in live])
         why = "cheapest on one group" if prefillers else "no prefill group lives"
@@ -124,8 +127,17 @@ class Router:
         self, demand: Demand, prefill: Member, members: Sequence[Member], hits: Mapping[Peer, int]
     ) -> RoutingDecision | None:
         """Another decode group for what `prefill` is computing already; `None` if no other lives."""
-        decoders = [m for m in _preferred(members, ()) if m.info.role != "prefill" and m.peer != prefill.peer]
+        decoders = [m for m in _preferred(members, ()) if m.role != "prefill" and m.peer != prefill.peer]
         return self._cheapest([self._pair(demand, prefill, m, hits, "decode group lost") for m in decoders])
+
+    def route_move(
+        self, demand: Demand, source: Member, members: Sequence[Member], hits: Mapping[Peer, int], avoid: Iterable[Peer]
+    ) -> RoutingDecision | None:
+        """Where a sequence of `source` may go on once its blocks were sent; `None` if nobody else lives."""
+        others = _preferred([m for m in members if m.peer != source.peer], avoid)
+        homes = [m for m in others if m.role != "prefill"] or others
+        best = self._cheapest([self._pair(demand, source, m, hits, "moved") for m in homes])
+        return None if best is None else msgspec.structs.replace(best, prefill=None, num_prefill_tokens=0)
 
     # ------------------------------------------------------------ load
     def book(self, decision: RoutingDecision) -> Booking:
@@ -135,31 +147,41 @@ class Router:
                 self._num_picks += 1
                 self._picked[peer] = self._num_picks
         where = decision.prefill or decision.decode
-        return self._book.book(where, decision.num_prefill_tokens, decision.decode, decision.num_decoding)
+        num_blocks = decision.num_blocks if decision.num_decoding else 0
+        return self.load.book(where, decision.num_prefill_tokens, decision.decode, decision.num_decoding, num_blocks)
 
     def observe(self, peer: Peer, load: Load) -> None:
         """A group's report."""
-        self._rates.observe(peer, load)
+        self.rates.observe(peer, load)
 
     def observe_output(self, num_tokens: int) -> None:
         """How long a sequence became."""
-        self._rates.observe_output(num_tokens)
+        self.rates.observe_output(num_tokens)
 
     def forget(self, peer: Peer) -> None:
         """The group is gone; bookings on it are released by their owners."""
-        self._rates.forget(peer)
+        self.rates.forget(peer)
         self._picked.pop(peer, None)
 
     @property
     def num_bookings(self) -> int:
-        return len(self._book.bookings)
+        return len(self.load.bookings)
 
     def booked(self, peer: Peer) -> tuple[int, int]:
         """Tokens to prefill and sequences that this router has placed there and that are not yet done."""
-        return self._book.booked(peer)
+        booked = self.load.booked(peer)
+        return booked.num_tokens, booked.num_sequences
 
     def check_invariants(self) -> None:
-        self._book.check_invariants()
+        self.load.check_invariants()
+
+    def num_blocks(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> int:
+        """Blocks that the demand is expected to take on a group in the end, besides those that are there."""
+        size = member.info.block_size
+        num_output = min(demand.max_new_tokens, math.ceil(self.rates.output_tokens))
+        shared = demand.num_tokens // size
+        own = -(-(demand.num_tokens + num_output) // size) - shared
+        return max(0, shared - hits.get(member.peer, 0)) + demand.num_sequences * own
 
     # ------------------------------------------------------------ costs
     def _whole(self, demand: Demand, member: Member, hits: Mapping[Peer, int], reason: str) -> RoutingDecision:
@@ -170,6 +192,7 @@ class Router:
             hits=dict(hits),
             num_prefill_tokens=num_tokens,
             num_decoding=demand.num_decoding,
+            num_blocks=self.num_blocks(demand, member, hits),
             queue_s=queue_s,
             prefill_s=prefill_s,
             stall_s=stall_s,
@@ -190,10 +213,11 @@ class Router:
             hits=dict(hits),
             num_prefill_tokens=num_tokens,
             num_decoding=demand.num_decoding,
+            num_blocks=self.num_blocks(demand, decode, hits),
             queue_s=queue_s,
             prefill_s=prefill_s,
             stall_s=stall_s,
-            transfer_s=TRANSFER_LATENCY_S + num_bytes / self._rates.link_bytes_per_s(decode.peer),
+            transfer_s=TRANSFER_LATENCY_S + num_bytes / self.rates.link_bytes_per_s(decode.peer),
             decode_s=self._decode(demand, decode),
             reason=reason,
         )
@@ -211,23 +235,23 @@ class Router:
 
     def _prefill(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> tuple[float, float, float, int]:
         """Seconds of queue, prefill and stall; tokens to compute (at least the last one)."""
-        rate = self._rates.prefill_tokens_per_s(member.peer)
+        rate = self.rates.prefill_tokens_per_s(member.peer)
         num_tokens = max(1, demand.num_tokens - hits.get(member.peer, 0) * member.info.block_size)
-        waiting = max(member.load.waiting_tokens, self._book.booked(member.peer)[0])
+        waiting = max(member.load.waiting_tokens, self.load.booked(member.peer).num_tokens)
         # Who is still to come from a prefill elsewhere does not wait for this one.
-        decoding = self._num_decoding(member) if member.info.role == "prefill" else member.load.num_running
-        if member.info.role == "decode":
+        decoding = self._num_decoding(member) if member.role == "prefill" else member.load.num_running
+        if member.role == "decode":
             decoding = max(1, decoding)
         return waiting / rate, num_tokens / rate, num_tokens / rate * (1 + decoding), num_tokens
 
     def _decode(self, demand: Demand, member: Member) -> float:
-        num_steps = min(demand.max_new_tokens - 1, self._rates.output_tokens)
-        return num_steps * self._rates.joined_step_s(member.peer, self._num_decoding(member), demand.num_sequences)
+        num_steps = min(demand.max_new_tokens - 1, self.rates.output_tokens)
+        return num_steps * self.rates.joined_step_s(member.peer, self._num_decoding(member), demand.num_sequences)
 
     def _num_decoding(self, member: Member) -> int:
         # What runs on a prefill group is prefill, which counts as queue; only what was placed there to stay decodes.
-        reported = 0 if member.info.role == "prefill" else member.load.num_running
-        return max(reported, self._book.booked(member.peer)[1])
+        reported = 0 if member.role == "prefill" else member.load.num_running
+        return max(reported, self.load.booked(member.peer).num_sequences)
 
     def _cheapest(self, options: list[RoutingDecision]) -> RoutingDecision | None:
         def key(option: RoutingDecision) -> tuple[float, int, int, str]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
+
 from kvferry.cluster.messages import Load
 from kvferry.runtime.ids import Peer
 
@@ -64,6 +68,11 @@ class GroupRates:
         for known in (self._prefill, self._link, self._step):
             known.pop(peer, None)
 
+    @property
+    def measured(self) -> bool:
+        """Whether any group's prefill and decode were measured; before that all rates are guesses."""
+        return bool(self._prefill) and bool(self._step)
+
     def prefill_tokens_per_s(self, peer: Peer) -> float:
         return _known(self._prefill, peer, self._prior[0])
 
@@ -72,8 +81,13 @@ class GroupRates:
 
     def joined_step_s(self, peer: Peer, num_running: int, joining: int) -> float:
         """A step of the batch after `joining` came, and what that adds to the step of each who was there."""
-        base, slope = self._step.get(peer, _StepTime()).line(self._prior[1])
+        base, slope = self._line(peer)
         return base + slope * (num_running + joining) + slope * joining * num_running
+
+    def _line(self, peer: Peer) -> tuple[float, float]:
+        known = [self._step[peer]] if peer in self._step else list(self._step.values()) or [_StepTime()]
+        lines = [step.line(self._prior[1]) for step in known]
+        return sum(base for base, _ in lines) / len(lines), sum(slope for _, slope in lines) / len(lines)
 
 
 def _known(means: dict[Peer, float], peer: Peer, prior: float) -> float:
@@ -82,76 +96,102 @@ def _known(means: dict[Peer, float], peer: Peer, prior: float) -> float:
     return sum(means.values()) / len(means) if means else prior
 
 
+class Booked(msgspec.Struct, frozen=True):
+    """Load that was placed on a group and is not done."""
+
+    num_tokens: int = 0
+    """To prefill."""
+    num_sequences: int = 0
+    """That decode there, or will."""
+    num_blocks: int = 0
+    """That these are expected to hold in the end."""
+
+
 class Booking:
-    """Load of one placement: tokens to prefill here, sequences that decode (or will) there.
+    """Load of one placement: tokens to prefill here, sequences that decode (or will) there, and their blocks.
 
     Has one owner, who calls `release` in the end, whatever happens.
     """
 
-    def __init__(self, book: LoadBook, prefill: Peer, num_tokens: int, decode: Peer, num_sequences: int) -> None:
+    def __init__(
+        self, book: LoadBook, prefill: Peer, num_tokens: int, decode: Peer, num_sequences: int, num_blocks: int
+    ) -> None:
         self._book = book
         self.prefill = prefill
         self.num_tokens = num_tokens
         self.decode = decode
         self.num_sequences = num_sequences
+        self.num_blocks = num_blocks
 
     def prefilled(self) -> None:
         """The prompt is computed. Idempotent."""
-        self._book.add(self.prefill, -self.num_tokens, 0)
+        self._book.add(self.prefill, -self.num_tokens, 0, 0)
         self.num_tokens = 0
 
     def sequence_left(self) -> None:
         """One of the sequences ended, or goes on elsewhere."""
         if self.num_sequences:
+            share = -(-self.num_blocks // self.num_sequences)
             self.num_sequences -= 1
-            self._book.add(self.decode, 0, -1)
+            self.num_blocks -= share
+            self._book.add(self.decode, 0, -1, -share)
 
     def move_decode(self, decode: Peer) -> None:
         """Another group will decode."""
-        self._book.add(self.decode, 0, -self.num_sequences)
-        self._book.add(decode, 0, self.num_sequences)
+        self._book.add(self.decode, 0, -self.num_sequences, -self.num_blocks)
+        self._book.add(decode, 0, self.num_sequences, self.num_blocks)
         self.decode = decode
 
     def release(self) -> None:
         """Idempotent."""
         self.prefilled()
-        self._book.add(self.decode, 0, -self.num_sequences)
-        self.num_sequences = 0
+        self._book.add(self.decode, 0, -self.num_sequences, -self.num_blocks)
+        self.num_sequences = self.num_blocks = 0
         self._book.bookings.discard(self)
 
 
 class LoadBook:
-    """All bookings that are not released, and their sums per group."""
+    """All bookings that are not released, and their sums per group. `on_less()`: some group has less to do."""
 
     def __init__(self) -> None:
         self.bookings: set[Booking] = set()
-        self._sums: dict[Peer, tuple[int, int]] = {}
+        self.on_less: Callable[[], None] = _nothing
+        self._sums: dict[Peer, Booked] = {}
 
-    def book(self, prefill: Peer, num_tokens: int, decode: Peer, num_sequences: int) -> Booking:
-        booking = Booking(self, prefill, num_tokens, decode, num_sequences)
+    def book(self, prefill: Peer, num_tokens: int, decode: Peer, num_sequences: int, num_blocks: int) -> Booking:
+        booking = Booking(self, prefill, num_tokens, decode, num_sequences, num_blocks)
         self.bookings.add(booking)
-        self.add(prefill, num_tokens, 0)
-        self.add(decode, 0, num_sequences)
+        self.add(prefill, num_tokens, 0, 0)
+        self.add(decode, 0, num_sequences, num_blocks)
         return booking
 
-    def add(self, peer: Peer, num_tokens: int, num_sequences: int) -> None:
+    def add(self, peer: Peer, num_tokens: int, num_sequences: int, num_blocks: int) -> None:
         """For `Booking` only."""
-        tokens, sequences = self.booked(peer)
-        total = (tokens + num_tokens, sequences + num_sequences)
-        if total == (0, 0):
+        old = self.booked(peer)
+        total = Booked(old.num_tokens + num_tokens, old.num_sequences + num_sequences, old.num_blocks + num_blocks)
+        if total == Booked():
             self._sums.pop(peer, None)
         else:
             self._sums[peer] = total
+        if num_sequences < 0:
+            self.on_less()
 
-    def booked(self, peer: Peer) -> tuple[int, int]:
-        """Tokens to prefill, sequences to decode."""
-        return self._sums.get(peer, (0, 0))
+    def booked(self, peer: Peer) -> Booked:
+        return self._sums.get(peer, _NOTHING_BOOKED)
 
     def check_invariants(self) -> None:
         """Recomputes the sums."""
         sums: dict[Peer, list[int]] = {}
         for booking in self.bookings:
-            sums.setdefault(booking.prefill, [0, 0])[0] += booking.num_tokens
-            sums.setdefault(booking.decode, [0, 0])[1] += booking.num_sequences
-        truth = {peer: (t, s) for peer, (t, s) in sums.items() if (t, s) != (0, 0)}
+            sums.setdefault(booking.prefill, [0, 0, 0])[0] += booking.num_tokens
+            sums.setdefault(booking.decode, [0, 0, 0])[1] += booking.num_sequences
+            sums[booking.decode][2] += booking.num_blocks
+        truth = {peer: Booked(*values) for peer, values in sums.items() if any(values)}
         assert truth == self._sums, f"booked load differs: {self._sums}, should be {truth}"
+
+
+_NOTHING_BOOKED = Booked()
+
+
+def _nothing() -> None:
+    """Nobody listens."""

@@ -29,6 +29,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     timeout_s: float | None = None
     """From now; `None`: no deadline but the server's own."""
+    retry_budget: int | None = None
+    """How often a sequence may begin anew elsewhere; `None`: as often as the server allows, which is the most."""
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -65,7 +67,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     role: str
     state: str
-    """starting, live, unreachable, dead."""
+    """starting, live, draining, unreachable, dead, drained."""
     epoch: int
     tp_size: int
     num_blocks: int
@@ -94,6 +96,54 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that outlived a death of a group."""
 
 
+class Drain(msgspec.Struct, frozen=True, kw_only=True):
+    """Takes a group out of service and ends its processes; `Scale` or `Restart` brings it back."""
+
+    group: str
+    timeout_s: float
+    """For its sequences to leave without a pause; after it they are cut off and computed again elsewhere."""
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """Adds groups, or drains and removes the newest, until there are so many of each role; `None`: as many as now."""
+
+    prefill: int | None = None
+    decode: int | None = None
+    mixed: int | None = None
+    timeout_s: float
+
+
+class SetRole(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes what the router sends to a group. What runs there goes on."""
+
+    group: str
+    role: str
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True):
+    """Replaces all groups, one after another; each successor starts first, where it has room beside the old one."""
+
+    timeout_s: float
+
+
+Operation = Drain | Scale | SetRole | Restart
+
+
+class OperationView(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operation did. Sequences that ended by themselves meanwhile are not counted."""
+
+    seconds: float
+    started: list[str]
+    """Groups, as `decode-1@7`: name and epoch."""
+    ended: list[str]
+    num_moved: int
+    """Sequences that another group took over while they ran."""
+    num_rerouted: int
+    """Had not begun: they begin elsewhere."""
+    num_resumed: int
+    """Cut off when the time was up, and computed again elsewhere."""
+
+
 class ModelView(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dtype: str
@@ -120,6 +170,9 @@ class Service(Protocol):
     def model(self) -> ModelView: ...
 
     async def cluster(self) -> ClusterView: ...
+
+    async def operate(self, operation: Operation) -> OperationView:
+        """One at a time; `QueueFull` while another one runs. It goes on when its caller leaves. Idempotent."""
 
     async def audit(self) -> list[str]:
         """Findings in words; empty when all ledgers and pools agree and nothing is held without a reason."""

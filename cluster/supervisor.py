@@ -4,8 +4,11 @@
     │                                                             │   or no frame came for `dead_after_s`
     └──────────── after a bounded, growing pause, next epoch ◀────┘
 
+Groups are added, ended and replaced while it runs; nobody else restarts then.
+
 A group that is silent for a moment is not dead: the registry stops routing to it until it speaks again. A group that
-cannot be loaded because of the caller's own fault (model, options) is not tried again: `run` raises that error.
+cannot be loaded because of the caller's own fault (model, options) is not tried again: `run` raises that error, or
+`add`.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
-from kvferry.cluster.config import GroupSpec
+from kvferry.cluster.config import GroupSpec, Role
 from kvferry.cluster.peer_stream import Dial, RemoteGroup, dial_grpc
 from kvferry.cluster.topology import Allotment
-from kvferry.runtime.errors import FatalError, KvferryError, TransientError
+from kvferry.runtime.errors import FatalError, GroupUnavailable, KvferryError, NotFound, TransientError
 from kvferry.runtime.ids import Epoch, GroupId, Peer
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +61,9 @@ class Incarnation(Protocol):
 
 
 class Launcher(Protocol):
+    async def allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
+        """What further groups may have beside those that run. Raises `ResourceMissing` at once."""
+
     async def start(self, allotment: Allotment, epoch: Epoch, on_progress: OnProgress) -> Incarnation:
         """Returns when the group's stream is open; leaves nothing behind when it raises."""
 
@@ -71,11 +77,43 @@ class Observer(Protocol):
     def group_down(self, peer: Peer, reason: str) -> None:
         """Also for an incarnation that was never up. Tells the other groups, so that their links do not wait."""
 
+    def group_ended(self, peer: Peer, out_of_service: bool) -> None:
+        """As `group_down`, on purpose. `out_of_service`: its place stays, and nobody is in it."""
+
     def on_frame(self, port: RemoteGroup, frame: m.StepFrame) -> None: ...
 
 
+class Place:
+    """A place in the deployment, filled with one incarnation after another by its task."""
+
+    def __init__(self, allotment: Allotment, serial: int, initial: bool) -> None:
+        self.allotment = allotment
+        self.serial = serial
+        """Of its group, among the groups that there have ever been."""
+        self.initial = initial
+        """If it never lives, the whole launch has failed."""
+        self.leaving = False
+        """Not to be filled again."""
+        self.epoch: Epoch | None = None
+        """Of its present incarnation."""
+        self.up: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
+        """Its first one lives."""
+        self.task: asyncio.Task[None]
+
+    @property
+    def spec(self) -> GroupSpec:
+        return self.allotment.spec
+
+    @property
+    def group(self) -> GroupId:
+        return self.allotment.spec.group
+
+
 class Supervisor:
-    """Owns the groups' processes and streams. Use: `run()` in a task; cancel it to end all groups."""
+    """Owns the groups' processes and streams. Use: `run()` in a task; cancel it to end all groups.
+
+    What changes its places is for one caller at a time, while `run` runs.
+    """
 
     def __init__(
         self,
@@ -89,6 +127,9 @@ class Supervisor:
         dial: Dial = dial_grpc,
     ) -> None:
         self._allotments = allotments
+        self._tasks = asyncio.TaskGroup()
+        self._places: list[Place] = []
+        self._serials = itertools.count()
         self._launcher = launcher
         self._observer = observer
         self._secret = secret
@@ -96,7 +137,7 @@ class Supervisor:
         self._policy = policy or SupervisorPolicy()
         self._dial = dial
         self._epochs = itertools.count(1)
-        self._live: dict[GroupId, RemoteGroup] = {}
+        self._live: dict[Peer, RemoteGroup] = {}
         self._changed = asyncio.Event()
 
     @property
@@ -106,9 +147,10 @@ class Supervisor:
     async def run(self) -> None:
         """Returns never. Raises the `KvferryError` that makes the deployment impossible."""
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._tasks:
                 for allotment in self._allotments:
-                    tasks.create_task(self._keep(allotment), name=f"keep-{allotment.spec.group}")
+                    self._fill(allotment, next(self._serials), initial=True)
+                await asyncio.get_running_loop().create_future()  # until cancelled, or until a group cannot be kept
         except* KvferryError as failures:
             raise first_leaf(failures) from None
 
@@ -116,38 +158,112 @@ class Supervisor:
         """Returns once each role of the deployment has a live group."""
         wanted = {allotment.spec.role for allotment in self._allotments}
         roles = {allotment.spec.group: allotment.spec.role for allotment in self._allotments}
-        while not wanted <= {roles[group] for group in self._live}:
+        while not wanted <= {roles.get(peer.group) for peer in self._live}:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _keep(self, allotment: Allotment) -> None:
+    # ------------------------------------------------------------ changes
+    def places(self) -> list[Place]:
+        """Those that are kept filled, oldest group first."""
+        return sorted((place for place in self._places if not place.leaving), key=lambda place: place.serial)
+
+    def find(self, group: GroupId) -> Place:
+        """Raises `NotFound`."""
+        for place in self.places():
+            if place.group == group:
+                return place
+        raise NotFound(f"group {group}: there is none of that name; see `kvferry status`")
+
+    async def allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
+        """Raises `ResourceMissing` at once when there is no room for them."""
+        return await self._launcher.allot(specs) if specs else []
+
+    async def add(self, allotment: Allotment, successor_of: Place | None = None) -> Peer:
+        """Returns once the new group lives; from then on it is kept alive. Raises what made its start fail."""
+        serial = next(self._serials) if successor_of is None else successor_of.serial
+        place = self._fill(allotment, serial, initial=False)
+        try:
+            return await asyncio.shield(place.up)
+        except BaseException:
+            await self.end(place)
+            raise
+
+    def hold(self, place: Place) -> None:
+        """Who is there is not replaced if it dies; followed by `end`, or by `release`."""
+        place.leaving = True
+
+    def release(self, place: Place) -> None:
+        place.leaving = False
+        if place.task.done() and not place.task.cancelled():  # it died meanwhile
+            self._places.remove(place)
+            self._fill(place.allotment, place.serial, initial=False)
+
+    async def end(self, place: Place, out_of_service: bool = False) -> None:
+        """Ends a place and who is in it: all its processes are gone on return."""
+        place.leaving = True
+        if place.epoch is not None:
+            self._observer.group_ended(Peer(place.group, place.epoch), out_of_service)
+        place.task.cancel()
+        await asyncio.gather(place.task, return_exceptions=True)
+        self._places.remove(place)
+
+    def set_role(self, place: Place, role: Role) -> None:
+        """Of who comes next; who is there keeps its cache, and `Registry.set_role` tells the router."""
+        spec = msgspec.structs.replace(place.allotment.spec, role=role)
+        place.allotment = msgspec.structs.replace(place.allotment, spec=spec)
+
+    # ------------------------------------------------------------ a place
+    def _fill(self, allotment: Allotment, serial: int, initial: bool) -> Place:
+        place = Place(allotment, serial, initial)
+        self._places.append(place)
+        place.task = self._tasks.create_task(self._keep(place), name=f"keep-{place.group}")
+        return place
+
+    async def _keep(self, place: Place) -> None:
+        try:
+            await self._keep_filled(place)
+        except FatalError:
+            raise
+        except KvferryError as error:
+            if place.initial:
+                raise
+            if not place.up.done():
+                place.up.set_exception(error)
+        finally:
+            if not place.up.done():
+                place.up.set_exception(GroupUnavailable(f"group {place.group} was ended before it lived"))
+            place.up.exception()  # nobody may be waiting
+
+    async def _keep_filled(self, place: Place) -> None:
+        """Returns when the place is left. Raises what makes it hopeless: it has never lived and will not."""
         policy, clock = self._policy, asyncio.get_running_loop().time
-        pause_s, has_lived = policy.first_pause_s, False
+        pause_s = policy.first_pause_s
         for num_tries in itertools.count(1):
-            epoch, begin = Epoch(next(self._epochs)), clock()
-            peer = Peer(allotment.spec.group, epoch)
-            self._observer.group_starting(allotment.spec, epoch)
+            place.epoch, begin = Epoch(next(self._epochs)), clock()
+            peer = Peer(place.group, place.epoch)
+            self._observer.group_starting(place.spec, place.epoch)
             try:
-                reason = await self._live_once(allotment, peer)
-                has_lived = True
+                reason = await self._live_once(place, peer)
             except FatalError:
                 raise
             except KvferryError as error:
                 reason = str(error)
                 self._observer.group_down(peer, reason)
                 hopeless = not isinstance(error, TransientError) or num_tries >= policy.max_first_starts
-                if hopeless and not has_lived:
+                if hopeless and not place.up.done():
                     raise
             _log.warning("group_died", peer=str(peer), reason=reason)
+            if place.leaving:
+                return
             pause_s = policy.first_pause_s if clock() - begin > policy.healthy_after_s else pause_s
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, policy.max_pause_s)
 
-    async def _live_once(self, allotment: Allotment, peer: Peer) -> str:
+    async def _live_once(self, place: Place, peer: Peer) -> str:
         """From start to death; returns the reason. Raises what `Launcher.start` raises, `GroupUnavailable`."""
         group, observer = peer.group, self._observer
         incarnation = await self._launcher.start(
-            allotment, peer.epoch, lambda share: observer.group_progress(group, share)
+            place.allotment, peer.epoch, lambda share: observer.group_progress(group, share)
         )
         try:
             down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -161,20 +277,22 @@ class Supervisor:
                 self._dial,
             )
             try:
-                self._up(port)
+                self._up(place, port)
                 reason = await self._watch(incarnation, port, down)
                 observer.group_down(peer, reason)
             finally:
-                self._live.pop(group, None)
+                self._live.pop(peer, None)
                 await port.close()
             return reason
         finally:
             await asyncio.shield(incarnation.kill())
 
-    def _up(self, port: RemoteGroup) -> None:
+    def _up(self, place: Place, port: RemoteGroup) -> None:
         self._observer.group_up(port)
-        self._live[port.peer.group] = port
+        self._live[port.peer] = port
         self._changed.set()
+        if not place.up.done():
+            place.up.set_result(port.peer)
         _log.info("group_up", peer=str(port.peer), role=port.info.role, pids=port.info.pids)
 
     async def _watch(self, incarnation: Incarnation, port: RemoteGroup, down: asyncio.Future[str]) -> str:

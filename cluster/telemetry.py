@@ -13,9 +13,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.cluster.messages import Load
-from kvferry.runtime.errors import InvalidArgument
-from kvferry.runtime.request import Usage
-from kvferry.runtime.timeline import Timeline
+from kvferry.runtime.errors import InvalidArgument, KvferryError
+from kvferry.runtime.request import FinishReason, Usage
+from kvferry.runtime.timeline import Cause, Phase, Timeline
+
+STOP_TIMEOUT_S = 5.0
 
 
 def configure_logging(*, json: bool, level: str = "info", context: dict[str, Any] | None = None) -> None:
@@ -58,11 +60,17 @@ Loads = list[tuple[str, str, Load]]
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
-class Metrics:
-    """Of one gateway. Labels come from closed sets: outcomes (finish reasons and error labels), group ids, roles."""
+_WELL = {FinishReason.STOP.value, FinishReason.LENGTH.value}
 
-    def __init__(self, loads: Callable[[], Loads]) -> None:
+
+class Metrics:
+    """Of one gateway. Labels come from closed sets: outcomes (finish reasons and error labels), causes of retries,
+    phases, limits that refuse, group ids, roles."""
+
+    def __init__(self, loads: Callable[[], Loads], num_waiting: Callable[[], int]) -> None:
         self.registry = registry = CollectorRegistry()
+        waiting = Gauge("kvferry_requests_waiting", "Requests that wait at the gateway for room", registry=registry)
+        waiting.set_function(num_waiting)
         self._requests = Counter("kvferry_requests", "Finished requests", ["outcome"], registry=registry)
         self._in_flight = Gauge("kvferry_requests_in_flight", "Requests being served", registry=registry)
         self._ttft = Histogram(
@@ -72,6 +80,19 @@ class Metrics:
             "kvferry_request_duration_seconds", "Received to finished", buckets=SECONDS, registry=registry
         )
         self._tokens = Counter("kvferry_tokens", "Tokens of finished requests", ["kind"], registry=registry)
+        self._refused = Counter(
+            "kvferry_refused_requests", "Requests that were not taken in, by error", ["reason"], registry=registry
+        )
+        self._retries = Counter(
+            "kvferry_retries", "Sequences that began anew on another group", ["cause"], registry=registry
+        )
+        self._phases = Counter(
+            "kvferry_phase_seconds", "Where the time of ended requests went", ["phase"], registry=registry
+        )
+        for cause in Cause:
+            self._retries.labels(cause=cause.value)
+        for phase in Phase:
+            self._phases.labels(phase=phase.value)
         self._ferried = Counter("kvferry_ferried_bytes", "KV bytes received from other groups", registry=registry)
         self._deaths = Counter("kvferry_group_deaths", "Groups that died", ["group"], registry=registry)
         registry.register(_Groups(loads))
@@ -87,17 +108,26 @@ class Metrics:
         def stop() -> None:
             server.shutdown()
             server.server_close()
-            thread.join()
+            thread.join(STOP_TIMEOUT_S)
 
         return stop
 
     def begun(self) -> None:
         self._in_flight.inc()
 
-    def ended(self, outcome: str, timeline: Timeline | None) -> None:
+    def refused(self, error: KvferryError) -> None:
+        """Before it began."""
+        self._refused.labels(reason=error.facts.get("limit", error.label)).inc()
+
+    def ended(self, outcome: str, timeline: Timeline) -> None:
+        """`outcome`: a finish reason or an error's label."""
         self._in_flight.dec()
         self._requests.labels(outcome=outcome).inc()
-        if timeline is None:
+        for setback in timeline.setbacks:
+            self._retries.labels(cause=setback.cause.value).inc()
+        for phase, seconds in timeline.seconds().items():
+            self._phases.labels(phase=phase.value).inc(seconds)
+        if outcome not in _WELL:
             return
         if timeline.first_token_ns is not None:
             self._ttft.observe((timeline.first_token_ns - timeline.received_ns) / 1e9)

@@ -11,6 +11,8 @@ from kvferry.runtime.errors import ResourceMissing
 
 MIN_CPU_SHARE = 0.1
 """Of Ray's CPU count, per rank. Ranks may share cores (on a laptop they must); this only keeps them countable."""
+SPARE = 0.2
+"""Share of each node that a launch leaves unreserved, so that groups can be added and restarted later."""
 
 
 class Allotment(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,17 +33,18 @@ def threads_per_rank(num_ranks: int, nodes: Sequence[float]) -> int:
 def allot(groups: Sequence[GroupSpec], threads: int | None, nodes: Sequence[float]) -> list[Allotment]:
     """`nodes`: free CPUs of each Ray node. Each group lies on one node.
 
-    Reserves as many CPUs as threads (`None`: an even share) where all groups fit so, less where they must share
-    cores. Raises `ResourceMissing` when even `MIN_CPU_SHARE` per rank does not fit.
+    Reserves as many CPUs as threads (`None`: an even share) where all groups fit so beside `SPARE`, less where they
+    must share cores. Raises `ResourceMissing` when even `MIN_CPU_SHARE` per rank does not fit.
     """
     if not nodes or max(nodes) <= 0:
         raise ResourceMissing("the Ray cluster has no node with a free CPU; start one, or leave --ray-address out")
     num_ranks = sum(group.tp_size for group in groups)
     share = threads or threads_per_rank(num_ranks, nodes)
-    even = int(sum(nodes) / num_ranks * 10) / 10
+    usable = [node * (1 - SPARE) for node in nodes]
+    even = int(sum(usable) / num_ranks * 10) / 10
     missing = groups[0]
-    for cpus in (float(share), min(float(share), even), MIN_CPU_SHARE):
-        homeless = _first_that_does_not_fit(groups, cpus, nodes)
+    for cpus, room in ((float(share), usable), (min(float(share), even), usable), (MIN_CPU_SHARE, nodes)):
+        homeless = _first_that_does_not_fit(groups, cpus, room)
         if homeless is None:
             return [Allotment(spec=group, threads=threads, cpus=cpus) for group in groups]
         missing = homeless

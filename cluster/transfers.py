@@ -6,29 +6,45 @@ destination (its decode leg's first event: the engine has taken over the lease) 
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
 from kvferry.cluster.registry import Registry
 from kvferry.runtime.errors import GroupUnavailable
 from kvferry.runtime.ids import Peer, TransferId
-from kvferry.runtime.transfer.ticket import ExpectRequest, TransferEvent
+from kvferry.runtime.transfer.ticket import ExpectRequest, TransferEvent, TransferState
+
+MAX_REMEMBERED = 1024
 
 
 class Transfer:
     """One transfer of one placement. `waiting`: indexes of the sequences that may still need it."""
 
     def __init__(
-        self, transfer_id: TransferId, attempt: int, source: Peer, destination: Peer, waiting: set[int]
+        self,
+        transfer_id: TransferId,
+        attempt: int,
+        source: Peer,
+        destination: Peer,
+        waiting: set[int],
+        prefilling: bool = True,
     ) -> None:
         self.transfer_id = transfer_id
         self.attempt = attempt
         self.source = source
         self.destination = destination
         self.waiting = waiting
-        self.prefilling = set(waiting)
+        self.prefilling = set(waiting if prefilling else ())
         """Those of them whose prompt the source may still compute."""
         self.arrived = False
         """The destination has said that it is over, one way or another."""
+        self.complete = False
+        """All of it arrived."""
         self.adopted = False
         self.open = True
+        self.on_change: Callable[[], None] = _nothing
+        """It has arrived, or is over."""
 
 
 class Transfers:
@@ -39,6 +55,10 @@ class Transfers:
         self._timeout_s = timeout_s
         self._expect_timeout_s = expect_timeout_s
         self._open: dict[TransferId, Transfer] = {}
+        self.closed = asyncio.Event()
+        """Set whenever a transfer is over; for one waiter, who clears it."""
+        self._ended: OrderedDict[TransferId, Transfer] = OrderedDict()
+        """The last that were ended from here: their destinations may still tell what had arrived."""
 
     def begin(self, transfer: Transfer) -> None:
         self._open[transfer.transfer_id] = transfer
@@ -63,7 +83,10 @@ class Transfers:
             ),
             self._expect_timeout_s,
         )
-        if transfer.open and ticket.missing and self._registry.get(transfer.source) is source:
+        if not ticket.missing:
+            transfer.arrived = transfer.complete = True
+            transfer.on_change()
+        elif transfer.open and self._registry.get(transfer.source) is source:
             source.port.send_ticket(ticket)
 
     def settle(self, transfer: Transfer, index: int, adopted: bool) -> None:
@@ -74,8 +97,7 @@ class Transfers:
         if transfer.waiting or not transfer.open:
             return
         if transfer.adopted:
-            transfer.open = False
-            del self._open[transfer.transfer_id]
+            self._close(transfer)
         else:
             self.end(transfer, "no sequence needs it any more")
 
@@ -83,11 +105,19 @@ class Transfers:
         """Tells both sides that nothing more is wanted or will come. Idempotent."""
         if not transfer.open:
             return
-        transfer.open = False
-        del self._open[transfer.transfer_id]
+        self._close(transfer)
+        self._ended[transfer.transfer_id] = transfer
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
         for peer in (transfer.destination, transfer.source):
             if member := self._registry.get(peer):
                 member.port.end_transfer(transfer.transfer_id, transfer.attempt, reason)
+
+    def _close(self, transfer: Transfer) -> None:
+        transfer.open = False
+        del self._open[transfer.transfer_id]
+        self.closed.set()
+        transfer.on_change()
 
     def renew(self) -> None:
         """Prolongs the leases of open transfers: at the source while it computes, at the destination then and later.
@@ -105,17 +135,33 @@ class Transfers:
                 member.port.renew(transfer_ids, self._timeout_s)
 
     def reported(self, peer: Peer, event: TransferEvent) -> bool:
-        """A group's report. True: an open transfer is over.
+        """A group's report. True: it is news of a transfer of ours that is over.
 
         A source reports only that it cannot send what is missing: the destination must not wait for it.
         """
         transfer = self._open.get(event.transfer_id)
+        if transfer is None and (late := self._ended.get(event.transfer_id)) is not None:
+            if (late.attempt, late.destination) != (event.attempt, peer):
+                return False
+            del self._ended[event.transfer_id]
+            return True
         if transfer is None or transfer.attempt != event.attempt:
             return False
         if peer == transfer.source:
             self.end(transfer, event.reason)
-        transfer.arrived = transfer.arrived or peer == transfer.destination
+        if peer == transfer.destination:
+            transfer.arrived = True
+            transfer.complete = event.state is TransferState.COMPLETE
+            transfer.on_change()
         return peer in (transfer.source, transfer.destination)
+
+    def involving(self, peer: Peer) -> list[Transfer]:
+        """Open ones that read or write blocks of `peer`."""
+        return [t for t in self._open.values() if peer in (t.source, t.destination)]
 
     def open_ids(self) -> set[TransferId]:
         return set(self._open)
+
+
+def _nothing() -> None:
+    """`on_change` of a transfer that nobody watches."""

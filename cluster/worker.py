@@ -31,6 +31,7 @@ from kvferry.runtime.errors import GroupUnavailable, KvferryError
 from kvferry.runtime.ids import Peer
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
+from kvferry.runtime.transfer.secret import tag
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
 
 PARENT_CHECK_S = 2.0
@@ -119,8 +120,9 @@ class Worker:
                 rank=spec.rank,
                 tp_size=spec.tp_size,
                 parallel_kind="shm",
-                parallel_name=f"{spec.secret[:8]}-{spec.peer.group}-{spec.peer.epoch}",
+                parallel_name=f"{launch_name(spec.secret)}-{spec.peer.group}-{spec.peer.epoch}",
                 host=self._host,
+                secret=spec.secret,
                 on_progress=self._on_progress,
             )
         except KvferryError as error:
@@ -269,6 +271,11 @@ def _watch_parent() -> None:
         never.wait(PARENT_CHECK_S)
     never.wait(ORPHAN_GRACE_S)
     exit_process("the raylet is gone")
+
+
+def launch_name(secret: str) -> str:
+    """Tells launches on one machine apart where everybody may look, and gives nothing of the secret away."""
+    return tag(secret.encode(), b"launch")[:4].hex()
 
 
 def _resolve(path: str) -> Any:

@@ -17,6 +17,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`gate / (1 + e^-gate) * up`; returns float64."""
+    gate = gate.double()
+    return gate / (1 + torch.exp(-gate)) * up.double()
+
+
 def rope(x: torch.Tensor, position: int, frequencies: torch.Tensor) -> torch.Tensor:
     """One token's heads `[H, D]`; the pair (i, i + D/2) turns by `position * frequencies[i]`. Returns float64."""
     x = x.double()

@@ -13,13 +13,53 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_UNSPECIFIED: _ClassVar[Phase]
+    PHASE_GATEWAY: _ClassVar[Phase]
+    PHASE_ADMISSION: _ClassVar[Phase]
+    PHASE_PREFILL_QUEUE: _ClassVar[Phase]
+    PHASE_PREFILL: _ClassVar[Phase]
+    PHASE_TRANSFER: _ClassVar[Phase]
+    PHASE_DECODE_QUEUE: _ClassVar[Phase]
+    PHASE_DECODE: _ClassVar[Phase]
+    PHASE_DELIVERY: _ClassVar[Phase]
+    PHASE_LOST: _ClassVar[Phase]
+    PHASE_PREEMPTED: _ClassVar[Phase]
+
+class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CAUSE_UNSPECIFIED: _ClassVar[Cause]
+    CAUSE_GROUP_DIED: _ClassVar[Cause]
+    CAUSE_GROUP_SILENT: _ClassVar[Cause]
+    CAUSE_EVENT_GAP: _ClassVar[Cause]
+    CAUSE_NO_ROOM: _ClassVar[Cause]
+    CAUSE_REFUSED: _ClassVar[Cause]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
+PHASE_UNSPECIFIED: Phase
+PHASE_GATEWAY: Phase
+PHASE_ADMISSION: Phase
+PHASE_PREFILL_QUEUE: Phase
+PHASE_PREFILL: Phase
+PHASE_TRANSFER: Phase
+PHASE_DECODE_QUEUE: Phase
+PHASE_DECODE: Phase
+PHASE_DELIVERY: Phase
+PHASE_LOST: Phase
+PHASE_PREEMPTED: Phase
+CAUSE_UNSPECIFIED: Cause
+CAUSE_GROUP_DIED: Cause
+CAUSE_GROUP_SILENT: Cause
+CAUSE_EVENT_GAP: Cause
+CAUSE_NO_ROOM: Cause
+CAUSE_REFUSED: Cause
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "sampling", "priority", "cache_salt", "request_id")
+    __slots__ = ("text", "chat", "token_ids", "sampling", "priority", "cache_salt", "request_id", "retry_budget")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +67,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RETRY_BUDGET_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: Chat
     token_ids: TokenIds
@@ -34,7 +75,8 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     request_id: str
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    retry_budget: int
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., retry_budget: _Optional[int] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages",)
@@ -174,7 +216,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ferried_blocks: _Optional[int] = ..., ferried_bytes: _Optional[int] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("received_ns", "routed_ns", "prefill_begin_ns", "prefill_end_ns", "first_token_ns", "transfer_begin_ns", "transfer_end_ns", "decode_begin_ns", "finished_ns", "attempts")
+    __slots__ = ("received_ns", "routed_ns", "prefill_begin_ns", "prefill_end_ns", "first_token_ns", "transfer_begin_ns", "transfer_end_ns", "decode_begin_ns", "finished_ns", "attempts", "spans", "setbacks")
     RECEIVED_NS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +227,8 @@ class Timeline(_message.Message):
     DECODE_BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_NS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    SETBACKS_FIELD_NUMBER: _ClassVar[int]
     received_ns: int
     routed_ns: int
     prefill_begin_ns: int
@@ -195,7 +239,33 @@ class Timeline(_message.Message):
     decode_begin_ns: int
     finished_ns: int
     attempts: int
-    def __init__(self, received_ns: _Optional[int] = ..., routed_ns: _Optional[int] = ..., prefill_begin_ns: _Optional[int] = ..., prefill_end_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., transfer_begin_ns: _Optional[int] = ..., transfer_end_ns: _Optional[int] = ..., decode_begin_ns: _Optional[int] = ..., finished_ns: _Optional[int] = ..., attempts: _Optional[int] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    setbacks: _containers.RepeatedCompositeFieldContainer[Setback]
+    def __init__(self, received_ns: _Optional[int] = ..., routed_ns: _Optional[int] = ..., prefill_begin_ns: _Optional[int] = ..., prefill_end_ns: _Optional[int] = ..., first_token_ns: _Optional[int] = ..., transfer_begin_ns: _Optional[int] = ..., transfer_end_ns: _Optional[int] = ..., decode_begin_ns: _Optional[int] = ..., finished_ns: _Optional[int] = ..., attempts: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., setbacks: _Optional[_Iterable[_Union[Setback, _Mapping]]] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("phase", "begin_ns", "end_ns", "group")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
+    END_NS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    phase: Phase
+    begin_ns: int
+    end_ns: int
+    group: str
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., group: _Optional[str] = ...) -> None: ...
+
+class Setback(_message.Message):
+    __slots__ = ("cause", "group", "at_ns", "index")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    AT_NS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    cause: Cause
+    group: str
+    at_ns: int
+    index: int
+    def __init__(self, cause: _Optional[_Union[Cause, str]] = ..., group: _Optional[str] = ..., at_ns: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")
@@ -316,3 +386,53 @@ class AuditResponse(_message.Message):
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
     findings: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, findings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("group", "timeout_s")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    timeout_s: float
+    def __init__(self, group: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("prefill", "decode", "mixed", "timeout_s")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    MIXED_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    mixed: int
+    timeout_s: float
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., mixed: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("group", "role")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    role: str
+    def __init__(self, group: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+
+class RestartRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+
+class OperationResult(_message.Message):
+    __slots__ = ("seconds", "started", "ended", "num_moved", "num_rerouted", "num_resumed")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REROUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESUMED_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    started: _containers.RepeatedScalarFieldContainer[str]
+    ended: _containers.RepeatedScalarFieldContainer[str]
+    num_moved: int
+    num_rerouted: int
+    num_resumed: int
+    def __init__(self, seconds: _Optional[float] = ..., started: _Optional[_Iterable[str]] = ..., ended: _Optional[_Iterable[str]] = ..., num_moved: _Optional[int] = ..., num_rerouted: _Optional[int] = ..., num_resumed: _Optional[int] = ...) -> None: ...

@@ -64,8 +64,10 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Continues a prompt. The stream is one Started, any number of Deltas, one Completed; or an error at any point.
 
-        INVALID_ARGUMENT: see the fields; nothing was computed. RESOURCE_EXHAUSTED: the server is full, retry after
-        RetryInfo.retry_delay. DEADLINE_EXCEEDED, CANCELLED. UNAVAILABLE: no workers, or the retries were used up.
+        INVALID_ARGUMENT: see the fields; nothing was computed. RESOURCE_EXHAUSTED: the server is full, or so busy that the
+        request would wait too long or miss its deadline: retry after RetryInfo.retry_delay; with reason "client_too_slow":
+        the client did not read its answer. DEADLINE_EXCEEDED, CANCELLED. UNAVAILABLE: no workers, or the retries were
+        used up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,6 +258,26 @@ class AdminStub(object):
                 request_serializer=kvferry_dot_proto_dot_kvferry__pb2.AuditRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_kvferry__pb2.AuditResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvferry.v1.Admin/Drain',
+                request_serializer=kvferry_dot_proto_dot_kvferry__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/kvferry.v1.Admin/Scale',
+                request_serializer=kvferry_dot_proto_dot_kvferry__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
+                _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/kvferry.v1.Admin/SetRole',
+                request_serializer=kvferry_dot_proto_dot_kvferry__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
+                _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/kvferry.v1.Admin/Restart',
+                request_serializer=kvferry_dot_proto_dot_kvferry__pb2.RestartRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -276,6 +298,40 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """The next four change the deployment while it serves: no request fails, no token changes. One at a time: another one
+        ends with RESOURCE_EXHAUSTED meanwhile. They answer when all is done, go on if the caller leaves, and do nothing if
+        there is nothing to do. NOT_FOUND: no such group.
+
+        Takes a group out of service and ends its processes; Scale or Restart brings it back. UNAVAILABLE if no other group
+        could take over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Adds groups, or drains and removes the newest ones. RESOURCE_EXHAUSTED, reason "resource_missing", if the new ones
+        have no room; then nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRole(self, request, context):
+        """Changes what a group is used for. It keeps its cache and what runs there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restart(self, request, context):
+        """Replaces the groups by new processes, one group after another. Groups that were drained come back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -288,6 +344,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=kvferry_dot_proto_dot_kvferry__pb2.AuditRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_kvferry__pb2.AuditResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvferry_dot_proto_dot_kvferry__pb2.DrainRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=kvferry_dot_proto_dot_kvferry__pb2.ScaleRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=kvferry_dot_proto_dot_kvferry__pb2.SetRoleRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=kvferry_dot_proto_dot_kvferry__pb2.RestartRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_kvferry__pb2.OperationResult.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -345,6 +421,114 @@ class Admin(object):
             '/kvferry.v1.Admin/Audit',
             kvferry_dot_proto_dot_kvferry__pb2.AuditRequest.SerializeToString,
             kvferry_dot_proto_dot_kvferry__pb2.AuditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Admin/Drain',
+            kvferry_dot_proto_dot_kvferry__pb2.DrainRequest.SerializeToString,
+            kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Admin/Scale',
+            kvferry_dot_proto_dot_kvferry__pb2.ScaleRequest.SerializeToString,
+            kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Admin/SetRole',
+            kvferry_dot_proto_dot_kvferry__pb2.SetRoleRequest.SerializeToString,
+            kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Admin/Restart',
+            kvferry_dot_proto_dot_kvferry__pb2.RestartRequest.SerializeToString,
+            kvferry_dot_proto_dot_kvferry__pb2.OperationResult.FromString,
             options,
             channel_credentials,
             insecure,

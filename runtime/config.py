@@ -47,8 +47,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Sequences that may wait; one more is refused with `QueueFull`."""
     max_context: int | None = None
     """Prompt + output tokens of a sequence; `None`: what the model was trained for."""
+    priority_step_s: float = 10.0
+    """What one step of priority is worth: who has waited so much longer goes first all the same, so nobody starves."""
+    max_bypass: int = 16
+    """How many may be admitted past a waiting sequence that lacks blocks; then all that becomes free is kept for it."""
 
     def __post_init__(self) -> None:
+        check_range("priority_step_s", self.priority_step_s, 0.0, 86400.0)
+        check_range("max_bypass", self.max_bypass, 0, 1 << 16)
         check_range("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
         check_range("max_sequences", self.max_sequences, 1, 1 << 16)
         check_range("max_waiting", self.max_waiting, 1, 1 << 20)

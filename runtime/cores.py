@@ -85,7 +85,7 @@ class CoreShare:
         self._note(now_ns + STEP_NS)
         used = self._notes[_COUNT.size : _COUNT.size + _COUNT.unpack_from(self._notes)[0] * _SLOT.size]
         others = sum(until_ns > now_ns and group != self._group for _, group, until_ns in _SLOT.iter_unpack(used))
-        return max(1, self._num_cores // (self._group_size + others))
+        return max(1, int(self._num_cores // (self._group_size + others)))
 
     def end(self) -> None:
         """The step is over."""

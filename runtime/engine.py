@@ -10,7 +10,9 @@ forward pass is an injected function (one rank's, or a whole group's).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -45,6 +47,9 @@ from kvferry.runtime.transfer.ticket import (
     Ticket,
 )
 
+RECLAIM_AFTER_NS = 500_000_000
+"""Blocks on their way to sequences that wait usually arrive sooner, and then it runs again by itself."""
+
 Execute = Callable[[StepPlan, list[SampleInput]], StepResult]
 
 
@@ -68,7 +73,9 @@ class Engine:
         self.hash_root = hash_root
         self.max_context = min(max_context, num_blocks * layout.block_size)
         self.pool = BlockPool(num_blocks, layout.block_size)
-        self.scheduler = Scheduler(config.scheduler, self.pool, self._may_start, self._leave_transfer, self._waits_for)
+        self.scheduler = Scheduler(
+            config.scheduler, self.pool, self._may_start, self._leave_transfer, self._waits_for, self._holds_blocks
+        )
         self.inbound = Inbound(self.pool)
         self.outbound = Outbound(self.pool, config.transfer.blocks_per_message)
         self.meters = Meters()
@@ -84,6 +91,8 @@ class Engine:
         self._handed_over: set[TransferId] = set()
         """Those of them that carry at least one sequence away."""
         self._num_submitted = 0
+        self._stuck_since_ns: int | None = None
+        """Since when sequences have waited for blocks while none ran."""
         self._changed = False
         """Something happened since the last step that found nothing to do."""
 
@@ -104,7 +113,9 @@ class Engine:
         root = salted_root(self.hash_root, request.cache_salt)
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         self._num_submitted += 1
-        sequence = Sequence(request, root, hash_chain(root, tokens, self.layout.block_size), self._num_submitted)
+        hashes = hash_chain(root, tokens, self.layout.block_size)
+        step_ns = int(self.config.scheduler.priority_step_s * 1e9)
+        sequence = Sequence(request, root, hashes, self._num_submitted, step_ns)
         self.scheduler.add(sequence)
         if request.transfer_id is not None:
             self._adopters.setdefault(request.transfer_id, set()).add(key)
@@ -156,13 +167,14 @@ class Engine:
         source_layout = msgspec.structs.replace(self.layout, tp_size=request.source.tp_size)
         routes = {(r.source_rank, r.destination_rank) for r in copy_plan(source_layout, self.layout)}
         # A sequence that waits for its blocks needs one more for its tail: leave that much to each.
-        spare = 1 + len(self._adopters) + len(self.scheduler.running)
+        spare = 1 + len(self._adopters) + len(self.scheduler.running) + self.scheduler.num_reserved
         wanted = self.pool.num_to_hold(hashes)
         if (free := self.pool.num_available) < wanted + spare:
             raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {wanted} + {spare} wanted")
         ticket = self.inbound.expect(request, hashes, self.layout.block_size, routes, self.address, now_ns)
         self._changed = True
         if ticket.missing:
+            self.scheduler.passed_by_transfer()
             self._plan.opens.append(OpenLink(request.source, inbound=True))
         return ticket
 
@@ -206,6 +218,10 @@ class Engine:
         transfer_id = sequence.request.transfer_id
         return transfer_id is None or not self.inbound.is_waiting(transfer_id)
 
+    def _holds_blocks(self, sequence: Sequence) -> bool:
+        transfer_id = sequence.request.transfer_id
+        return transfer_id in self._adopters and transfer_id is not None and self.inbound.holds_blocks(transfer_id)
+
     def _waits_for(self, sequence: Sequence, block_hash: BlockHash) -> bool:
         """A prefill leg waits for no transfer: that one's source may be waiting for what the leg sends."""
         num_pending = self.pool.num_pending(block_hash)
@@ -232,17 +248,22 @@ class Engine:
         """When `step` must be called even if nothing happens until then."""
         deadlines = [self.inbound.next_deadline_ns(), self.outbound.next_deadline_ns()]
         deadlines += [s.request.deadline_ns for s in self.scheduler.sequences()]
+        deadlines.append(None if self._stuck_since_ns is None else self._stuck_since_ns + RECLAIM_AFTER_NS)
         return min((d for d in deadlines if d is not None), default=None)
 
     def step(self, now_ns: int) -> StepOutput:
         """One forward pass (or none, when nothing can run). An exception from it means: this process must end."""
         self._expire(now_ns)
-        reclaimed = self.scheduler.num_stuck_plans > 0 and self._reclaim()
+        reclaimed = self._is_stuck_for_long(now_ns) and self._reclaim(now_ns)
         plan, self._plan = self._plan, StepPlan(step=self._plan.step + 1)
         for command in plan.imports:
             self.inbound.imported(command)
         plan.discards = [*self.inbound.take_discards(), *self.outbound.take_discards()]
         batch = self.scheduler.plan(now_ns)
+        if not self.scheduler.is_stuck:
+            self._stuck_since_ns = None
+        elif self._stuck_since_ns is None:
+            self._stuck_since_ns = now_ns
         plan.rows = [p.row for p in batch.planned]
         begin = self._clock()
         result = self._execute(plan, batch.samples)
@@ -257,15 +278,14 @@ class Engine:
         transfers = [*self.inbound.take_events(end), *self.outbound.take_events(end)]
         self.meters.transfers(transfers)
         events, self._events = self._events, []
-        self._changed = bool(plan.rows or plan.imports or self._plan.sends or stored or reclaimed) or (
-            self.scheduler.num_stuck_plans == 1
-        )
+        self._changed = bool(plan.rows or plan.imports or self._plan.sends or stored or reclaimed)
         return StepOutput(events, transfers, stored, removed)
 
     def _deliver(self, sequence: Sequence, token: SampledToken, end_ns: int) -> None:
         reason = sequence.finish_reason(self.max_context)
         first = not sequence.reported
         sequence.reported = True
+        stalled_ns, sequence.stalled_ns = sequence.stalled_ns, 0
         if first:
             self.meters.first_token(sequence)
         self.meters.output_tokens += 1
@@ -279,6 +299,7 @@ class Engine:
                 num_cached_tokens=sequence.num_cached or 0,
                 begin_ns=sequence.begin_ns if first else None,
                 end_ns=end_ns if first else None,
+                stalled_ns=stalled_ns,
             )
         )
         sends = sequence.request.sends_transfer_id
@@ -297,8 +318,8 @@ class Engine:
                 error = DeadlineExceeded(f"request {sequence.key.request_id}: its deadline passed")
                 self._fail(sequence.key, sequence.num_output, error)
 
-    def _reclaim(self) -> bool:
-        """Transfers hold the pool and no waiting sequence can start: the last one lets go.
+    def _reclaim(self, now_ns: int) -> bool:
+        """Transfers hold the pool, and nothing has been able to run for a while: the last one lets go.
 
         Those that no sequence waits for yet may come to an end by themselves, unless a peer's prefill that they need
         waits for a prefill leg here.
@@ -311,9 +332,13 @@ class Engine:
                 return True
         newest = self.inbound.newest()
         if newest is None or all(s.request.sends_transfer_id is None for s in self.scheduler.waiting):
+            self._stuck_since_ns = now_ns  # looks again later
             return False
         self.inbound.release(newest)
         return True
+
+    def _is_stuck_for_long(self, now_ns: int) -> bool:
+        return self._stuck_since_ns is not None and now_ns - self._stuck_since_ns >= RECLAIM_AFTER_NS
 
     # ------------------------------------------------------------- views
     def _waiting_tokens(self) -> int:
@@ -340,11 +365,20 @@ class Engine:
         )
 
     def audit(self) -> EngineAudit:
-        """Checks all invariants and lists what is held."""
+        """Checks all invariants, the pool against everybody who holds blocks, and lists what is held."""
         broken = []
-        for part in (self.pool, self.scheduler, self.inbound, self.outbound):
+        held = Counter(block_id for s in self.scheduler.running for block_id in s.block_ids)
+        held += self.inbound.references() + self.outbound.references()
+        checks: list[Callable[[], None]] = [
+            self.pool.check_invariants,
+            self.scheduler.check_invariants,
+            self.inbound.check_invariants,
+            self.outbound.check_invariants,
+            partial(self.pool.check_holders, held),
+        ]
+        for check in checks:
             try:
-                part.check_invariants()
+                check()
             except InvariantBroken as error:
                 broken.append(str(error))
         return EngineAudit(

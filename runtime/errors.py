@@ -21,7 +21,8 @@
     ├─ EndedError        the request is over
     │  ├─ Cancelled
     │  ├─ DeadlineExceeded
-    │  └─ RetriesExhausted
+    │  ├─ RetriesExhausted
+    │  └─ ClientTooSlow          the client does not read its answer
     └─ FatalError        the process exits; never "continue and hope"
        ├─ InvariantBroken
        └─ DeviceError
@@ -31,13 +32,21 @@ Each leaf has a stable `label` (used in metrics and on the wire). Its gRPC statu
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 
 class KvferryError(Exception):
-    """Root of the tree. `str(error)` is the whole message for a person."""
+    """Root of the tree. `str(error)` is the whole message for a person, `facts` are for programs."""
 
     label: ClassVar[str] = "kvferry"
+    facts: Mapping[str, str] = MappingProxyType({})
+
+    def explained(self, **facts: object) -> Self:
+        """Adds to `facts`; what is known already stays."""
+        self.facts = {name: str(value) for name, value in facts.items()} | dict(self.facts)
+        return self
 
 
 class CallerError(KvferryError):
@@ -138,6 +147,10 @@ class DeadlineExceeded(EndedError):
 
 class RetriesExhausted(EndedError):
     label: ClassVar[str] = "retries_exhausted"
+
+
+class ClientTooSlow(EndedError):
+    label: ClassVar[str] = "client_too_slow"
 
 
 class FatalError(KvferryError):

@@ -29,7 +29,7 @@ class Rank:
     """Loads its shard on construction. `execute` from one thread; reports of its links come from others.
 
     `parallel_kind` and `parallel_name`: how and under which name the ranks of the group find each other. `host`: where
-    peers' links meet this rank; `None`: it has none, and no group to exchange blocks with.
+    peers' links meet this rank; `None`: it has none, and no group to exchange blocks with. `secret`: the cluster's.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Rank:
         parallel_kind: ParallelKind = "shm",
         parallel_name: str = "",
         host: str | None = None,
+        secret: str = "",
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         files = resolve_model(model)
@@ -68,7 +69,8 @@ class Rank:
             weights.close()
         self.storage = KVStorage(self.layout, self.num_blocks, device)
         self._runner = Runner(decoder, self.storage, self._parallel)
-        self._transport = None if host is None else make_transport(config.transfer.transport, host)
+        self._secret = secret.encode()
+        self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)
         self._links: Links | None = None
 
     @property
@@ -83,7 +85,14 @@ class Rank:
         if self._transport is None:
             raise InvalidArgument("host", None, "a rank without a host has no links")
         self._links = Links(
-            self._transport, self.layout, self.rank, own.peer, self.storage.blocks, self._config.transfer, report
+            self._transport,
+            self.layout,
+            self.rank,
+            own.peer,
+            self.storage.blocks,
+            self._config.transfer,
+            report,
+            self._secret,
         )
 
     def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:

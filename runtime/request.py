@@ -121,6 +121,15 @@ def check_length(num_prompt_tokens: int, max_context: int) -> None:
         )
 
 
+def rank_ns(priority: int, arrival_ns: int, priority_step_ns: int) -> int:
+    """Where a request stands in every queue; smaller goes first.
+
+    A step of priority is a head start of so much time. All that wait age alike, so their order never changes, and who
+    waits long enough stands before everyone who comes later, whatever their priority.
+    """
+    return arrival_ns + priority * priority_step_ns
+
+
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What an engine runs: one sampled continuation, from wherever it stands.
 
@@ -161,6 +170,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_ns: int = 0
     deadline_ns: int | None = None
+    retry_budget: int | None = None
+    """How often a sequence may begin anew elsewhere; `None`: as often as the coordinator allows, which is the most."""
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -189,6 +200,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     error_label: str | None = None
     error_message: str | None = None
     """Set when the sequence ended for another reason than its own tokens."""
+    stalled_ns: int = 0
+    """How long, since its previous token, the sequence waited without blocks after it had begun."""
 
 
 class Usage(msgspec.Struct, frozen=True):

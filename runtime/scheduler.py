@@ -5,9 +5,11 @@
                   └────── preempt ───┘        (its sealed blocks stay cached; it recomputes what was evicted)
 
 Each plan serves running sequences first (decodes, then prefill chunks), then admits waiting ones, all in the order of
-priority, arrival. A waiting sequence whose next block somebody is just filling (a running sequence, a transfer) is
-passed over until that block is sealed or withdrawn: nothing is computed twice. Blocks for all known tokens are leased
-at admission, further ones as the sequence grows; when none is left, the last sequence in order is preempted.
+arrival, where a step of priority is a head start of `priority_step_s`. A waiting sequence whose next block somebody is
+just filling (a running sequence, a transfer) is passed over until that block is sealed or withdrawn: nothing is
+computed twice. One that lacks blocks is passed by others that have enough, `max_bypass` times; from then on nobody
+takes new blocks before it does. Blocks for all known tokens are leased at admission, further ones as the sequence
+grows; when none is left, the last sequence in order is preempted.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from kvferry.runtime.kv.hashing import hash_block
 from kvferry.runtime.kv.pool import BlockPool
 from kvferry.runtime.sequence import Sequence
 from kvferry.runtime.step import Row, SampledToken, SampleInput
+
+MAX_BLOCKED = 8
+"""Sequences without room that one plan looks past: it must not search a long queue in vain at each step."""
 
 
 class PlannedRow(msgspec.Struct):
@@ -44,7 +49,8 @@ class Scheduler:
     """Plans and commits steps over one pool.
 
     `may_start(sequence)` says whether a waiting sequence's transfer is over, `waits_for(sequence, hash)` whether it
-    should wait for a block that is not here; `on_admitted(sequence)` is told when it has taken its own references.
+    should wait for a block that is not here, `holds_blocks(sequence)` whether a transfer holds blocks for it;
+    `on_admitted(sequence)` is told when it has taken its own references.
     """
 
     def __init__(
@@ -54,18 +60,22 @@ class Scheduler:
         may_start: Callable[[Sequence], bool] = lambda _: True,
         on_admitted: Callable[[Sequence], None] = lambda _: None,
         waits_for: Callable[[Sequence, BlockHash], bool] | None = None,
+        holds_blocks: Callable[[Sequence], bool] = lambda _: False,
     ) -> None:
         self._config = config
         self._pool = pool
         self._may_start = may_start
         self._on_admitted = on_admitted
         self._waits_for = waits_for or (lambda _, block_hash: pool.is_pending(block_hash))
+        self._holds_blocks = holds_blocks
         self.waiting: list[Sequence] = []
+        self.blocked: list[Sequence] = []
+        """Of those that wait: the first ones that the last plan had no blocks for."""
         self.running: list[Sequence] = []
         self._by_name: dict[tuple[RequestId, int], Sequence] = {}
         self.num_preemptions = 0
-        self.num_stuck_plans = 0
-        """Plans in a row that could run nothing although sequences wait for room."""
+        self.is_stuck = False
+        """The last plan could run nothing although sequences wait for room."""
 
     # ------------------------------------------------------------- coming and going
     def add(self, sequence: Sequence) -> None:
@@ -84,6 +94,8 @@ class Scheduler:
         """Ends a sequence at a step border and gives its blocks back."""
         del self._by_name[sequence.key.request_id, sequence.key.index]
         (self.running if sequence in self.running else self.waiting).remove(sequence)
+        if sequence in self.blocked:
+            self.blocked.remove(sequence)
         self._release(sequence)
 
     def sequences(self) -> list[Sequence]:
@@ -99,29 +111,63 @@ class Scheduler:
                 break
             if sequence not in self.running:  # preempted by one before it
                 continue
-            if self._grow(sequence):
+            if self._grow(sequence, now_ns):
                 budget -= self._add_row(batch, sequence, budget, now_ns)
         blocked = self._admit(batch, budget, now_ns)
-        self.num_stuck_plans = self.num_stuck_plans + 1 if blocked and not self.running else 0
+        self.is_stuck = blocked and not self.running
         return batch
 
     def _admit(self, batch: Batch, budget: int, now_ns: int) -> bool:
         """Moves waiting sequences to running while budgets last. True: the first in line lacks blocks."""
+        if budget == 0 or len(self.running) >= self._config.max_sequences:
+            return False  # `blocked` stays as it was
+        blocked: list[Sequence] = []
         for sequence in list(self.waiting):
-            if budget == 0 or len(self.running) >= self._config.max_sequences:
-                return False
+            if budget == 0 or len(self.running) >= self._config.max_sequences or len(blocked) > MAX_BLOCKED:
+                break
+            # Each one needs a block for its last token, and each running one keeps one to grow.
+            if blocked and self._pool.num_available <= len(self.running):
+                break
+            holds = self._holds_blocks(sequence)
+            if self._reserved(blocked) and not holds:
+                continue
             if not self._may_start(sequence):
                 continue
             hits, pending = self._cached_prefix(sequence)
             if pending:
                 continue
             if not self._lease_all(sequence, hits):
-                return True
+                blocked.append(sequence)
+                continue
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda s: s.order)
             self._on_admitted(sequence)
+            sequence.num_passed = 0
+            if sequence.preempted_ns is not None:
+                sequence.stalled_ns += now_ns - sequence.preempted_ns
+                sequence.preempted_ns = None
+            if not holds:  # who brings its blocks along takes hardly any, and is on its way to give them back
+                for passed in blocked:
+                    passed.num_passed += 1
             budget -= self._add_row(batch, sequence, budget, now_ns)
-        return False
+        self.blocked = blocked
+        return bool(blocked)
+
+    def _reserved(self, blocked: list[Sequence]) -> bool:
+        return any(s.num_passed >= self._config.max_bypass for s in blocked)
+
+    def passed_by_transfer(self) -> None:
+        """A transfer took blocks that a waiting sequence lacks."""
+        for sequence in self.blocked:
+            sequence.num_passed += 1
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks to be kept for waiting sequences that were passed too often."""
+        size = self._pool.block_size
+        return max(
+            (-(-len(s.tokens) // size) for s in self.blocked if s.num_passed >= self._config.max_bypass), default=0
+        )
 
     def _cached_prefix(self, sequence: Sequence) -> tuple[list[BlockId], bool]:
         """Sealed blocks from the start, and whether to wait for the next one. The last token stays out."""
@@ -160,7 +206,7 @@ class Scheduler:
         tokens = sequence.tokens[index * size : (index + 1) * size]
         self._pool.begin_fill(sequence.block_ids[index], sequence.hashes[index], parent, tokens)
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence, now_ns: int) -> bool:
         """Sees to it that the table covers all tokens; preempts later ones, or in the end this one (False).
 
         Only decodes grow, and they are planned in order: the last in order has no row yet.
@@ -170,7 +216,7 @@ class Scheduler:
                 sequence.block_ids += self._pool.lease(1)
                 continue
             victim = self.running[-1]
-            self._preempt(victim)
+            self._preempt(victim, now_ns)
             if victim is sequence:
                 return False
         return True
@@ -202,7 +248,8 @@ class Scheduler:
             batch.num_prefill_tokens += count
         return count
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, now_ns: int) -> None:
+        sequence.preempted_ns = now_ns
         self.running.remove(sequence)
         self._release(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)

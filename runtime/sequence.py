@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.runtime.ids import BlockHash, BlockId, SequenceKey
-from kvferry.runtime.request import FinishReason, SequenceRequest
+from kvferry.runtime.request import FinishReason, SequenceRequest, rank_ns
 
 
 class Sequence:
@@ -16,20 +16,25 @@ class Sequence:
         "key",
         "num_cached",
         "num_computed",
+        "num_passed",
         "num_prompt",
         "num_sealed",
         "order",
+        "preempted_ns",
         "reported",
         "request",
         "root",
+        "stalled_ns",
         "stops",
         "tokens",
     )
 
-    def __init__(self, request: SequenceRequest, root: bytes, hashes: list[BlockHash], serial: int) -> None:
+    def __init__(
+        self, request: SequenceRequest, root: bytes, hashes: list[BlockHash], serial: int, priority_step_ns: int
+    ) -> None:
         self.request = request
         self.key: SequenceKey = request.key
-        self.order = (request.priority, request.arrival_ns, serial)
+        self.order = (rank_ns(request.priority, request.arrival_ns, priority_step_ns), serial)
         """Smaller goes first."""
         self.root = root
         self.tokens = [*request.prompt_token_ids, *request.output_token_ids]
@@ -42,6 +47,12 @@ class Sequence:
         """Leading blocks of the table that are sealed."""
         self.num_cached: int | None = None
         """Tokens that the first admission found in the cache."""
+        self.num_passed = 0
+        """How many were admitted past it while it lacked blocks."""
+        self.preempted_ns: int | None = None
+        """Since when it waits again for blocks."""
+        self.stalled_ns = 0
+        """How long it did so, of which no event has told."""
         self.begin_ns: int | None = None
         self.reported = False
         """Whether an event has told of `num_cached` and `begin_ns`."""

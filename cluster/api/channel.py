@@ -30,8 +30,9 @@ class Connection:
     """One channel to a server, made from `grpc` (sync) or `grpc.aio`, and a callable per method."""
 
     def __init__(self, module: Any, target: str, token: str | None, tls: ClientTls | None) -> None:
-        if not target.rpartition(":")[0]:
-            raise InvalidArgument("target", target, "must be HOST:PORT", "e.g. 127.0.0.1:50051")
+        host, _, port = target.rpartition(":")
+        if not host or (port.isdigit() and int(port) > 65535):  # of such a port gRPC would take the lower 16 bits
+            raise InvalidArgument("target", target, "must be HOST:PORT, the port up to 65535", "e.g. 127.0.0.1:50051")
         self.target = target
         self._metadata = () if token is None else bearer(token)
         if tls is None:
@@ -57,7 +58,7 @@ class Connection:
         except (ValueError, grpc.aio.UsageError):
             raise InvalidArgument("client", self.target, "is closed", "make a new one") from None
 
-    def error(self, failure: Any, timeout_s: float | None) -> KvferryError:
-        """What a `grpc.RpcError` means."""
+    def error(self, failure: Any, timeout_s: float | None, begun: bool = False) -> KvferryError:
+        """What a `grpc.RpcError` means, of a call whose answer has `begun` or not."""
         trailers: Sequence[tuple[str, Any]] = tuple(failure.trailing_metadata() or ())
-        return to_error(failure.code(), failure.details() or "", trailers, self.target, timeout_s)
+        return to_error(failure.code(), failure.details() or "", trailers, self.target, timeout_s, begun)

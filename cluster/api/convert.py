@@ -19,9 +19,15 @@ from kvferry.cluster.service import (
     ClusterView,
     Completed,
     Delta,
+    Drain,
     GenerateCall,
     GroupView,
     ModelView,
+    Operation,
+    OperationView,
+    Restart,
+    Scale,
+    SetRole,
     Started,
     StreamEvent,
 )
@@ -29,8 +35,9 @@ from kvferry.proto import kvferry_pb2 as pb
 from kvferry.runtime.errors import InvalidArgument, KvferryError
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import FinishReason, Logprob, SamplingParams, Usage
-from kvferry.runtime.timeline import Timeline
+from kvferry.runtime.timeline import Cause, Phase, Setback, Span, Timeline
 
+DEFAULT_DRAIN_S = 60.0
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 SAMPLING_FIELDS = SamplingParams.__struct_fields__
@@ -41,10 +48,20 @@ _FINISH = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
 _FINISH_BACK = {wire: str(reason) for reason, wire in _FINISH.items()}
-_TIMELINE_FIELDS = Timeline.__struct_fields__
+_STATIONS = [name for name in Timeline.__struct_fields__ if name not in ("spans", "setbacks")]
+_PHASES = {phase: pb.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
+_PHASES_BACK = {wire: phase for phase, wire in _PHASES.items()}
+_CAUSES = {cause: pb.Cause.Value(f"CAUSE_{cause.name}") for cause in Cause}
+_CAUSES_BACK = {wire: cause for cause, wire in _CAUSES.items()}
 _GROUP_FIELDS = GroupView.__struct_fields__
 _COUNTER_FIELDS = ("num_requests", "num_finished", "num_failed", "num_resumed")
 _MODEL_FIELDS = ModelView.__struct_fields__
+_OPERATIONS: dict[str, type[Operation]] = {
+    "DrainRequest": Drain,
+    "ScaleRequest": Scale,
+    "SetRoleRequest": SetRole,
+    "RestartRequest": Restart,
+}
 
 
 # ---------------------------------------------------------------- from a client
@@ -79,6 +96,10 @@ def to_call(request: pb.GenerateRequest, timeout_s: float | None) -> GenerateCal
         raise InvalidArgument("prompt", "", "must not be empty")
     if kind == "token_ids" and not request.token_ids.ids:
         raise InvalidArgument("token_ids", [], "must have at least one token")
+    if request.HasField("retry_budget") and request.retry_budget < 0:
+        raise InvalidArgument(
+            "retry_budget", request.retry_budget, "must be at least 0", "leave it out for the default"
+        )
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidArgument("cache_salt", request.cache_salt, f"must have at most {MAX_CACHE_SALT_CHARS} characters")
     return GenerateCall(
@@ -90,6 +111,7 @@ def to_call(request: pb.GenerateRequest, timeout_s: float | None) -> GenerateCal
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout_s=timeout_s,
+        retry_budget=request.retry_budget if request.HasField("retry_budget") else None,
     )
 
 
@@ -136,6 +158,19 @@ def check_tokenize(request: pb.TokenizeRequest) -> str:
     return kind
 
 
+def to_operation(request: Message) -> Operation:
+    """Absent fields take their defaults. Raises `InvalidArgument` for fields that this server does not know."""
+    check_known(request)
+    kind = _OPERATIONS[request.DESCRIPTOR.name]
+    fields = {field.name: value for field, value in request.ListFields()}
+    for name in kind.__struct_fields__:
+        if name == "timeout_s":
+            fields.setdefault(name, DEFAULT_DRAIN_S)
+        elif not request.DESCRIPTOR.fields_by_name[name].has_presence:
+            fields.setdefault(name, "")
+    return kind(**fields)
+
+
 # ---------------------------------------------------------------- to a client
 def from_event(event: StreamEvent) -> pb.GenerateResponse:
     if isinstance(event, Delta):
@@ -152,9 +187,20 @@ def from_event(event: StreamEvent) -> pb.GenerateResponse:
             ferried_blocks=usage.num_ferried_blocks,
             ferried_bytes=usage.ferried_bytes,
         ),
-        timeline=pb.Timeline(**msgspec.structs.asdict(event.timeline)),
+        timeline=_from_timeline(event.timeline),
     )
     return pb.GenerateResponse(completed=completed)
+
+
+def _from_timeline(timeline: Timeline) -> pb.Timeline:
+    message = pb.Timeline(**{name: getattr(timeline, name) for name in _STATIONS})
+    for span in timeline.spans:
+        message.spans.add(phase=_PHASES[span.phase], begin_ns=span.begin_ns, end_ns=span.end_ns, group=span.group)
+    for setback in timeline.setbacks:
+        message.setbacks.add(
+            cause=_CAUSES[setback.cause], group=setback.group, at_ns=setback.at_ns, index=setback.index
+        )
+    return message
 
 
 def _from_delta(delta: Delta) -> pb.Delta:
@@ -185,6 +231,10 @@ def from_cluster(view: ClusterView) -> pb.Cluster:
     )
 
 
+def from_operation_view(view: OperationView) -> pb.OperationResult:
+    return pb.OperationResult(**msgspec.structs.asdict(view))
+
+
 # ---------------------------------------------------------------- the client's side
 def make_request(
     prompt: str | Sequence[Any] | None,
@@ -194,7 +244,7 @@ def make_request(
     options: Mapping[str, Any],
     overrides: Mapping[str, Any],
 ) -> pb.GenerateRequest:
-    """The wire form of a call. `options`: priority, cache_salt, request_id; `overrides`: fields of `SamplingParams`.
+    """The wire form of a call. `options`: priority, cache_salt, request_id, retry_budget; `overrides`: sampling.
 
     Checks only what the wire cannot carry; ranges are the server's to judge. Raises `InvalidArgument`.
     """
@@ -266,6 +316,11 @@ def detokenize_request(token_ids: Sequence[int], skip_special_tokens: bool) -> p
 def _set(message: Message, name: str, value: Any, shown: str = "") -> None:
     """Sets a field from a caller's value; what protobuf refuses becomes `InvalidArgument` naming `shown`."""
     field = message.DESCRIPTOR.fields_by_name[name]
+    if field.type == field.TYPE_INT32 and field.is_repeated and isinstance(value, Iterable):
+        value = list(value)
+        for i, number in enumerate(value):
+            if not isinstance(number, int) or not -(1 << 31) <= number < 1 << 31:
+                raise InvalidArgument(shown or name, number, f"must be a whole number of 32 bits (at index {i})")
     try:
         if not field.is_repeated:
             setattr(message, name, value)
@@ -300,13 +355,23 @@ def to_event(message: pb.GenerateResponse) -> StreamEvent:
 
 
 def to_timeline(message: pb.Timeline) -> Timeline:
-    return Timeline(
-        **{
-            name: getattr(message, name)
-            for name in _TIMELINE_FIELDS
-            if name in ("received_ns", "attempts") or message.HasField(name)
-        }
-    )
+    """Spans and setbacks of kinds that only a newer server knows are left out."""
+    stations = {
+        name: getattr(message, name)
+        for name in _STATIONS
+        if name in ("received_ns", "attempts") or message.HasField(name)
+    }
+    spans = [
+        Span(_PHASES_BACK[span.phase], span.begin_ns, span.end_ns, span.group)
+        for span in message.spans
+        if span.phase in _PHASES_BACK
+    ]
+    setbacks = [
+        Setback(_CAUSES_BACK[setback.cause], setback.group, setback.at_ns, setback.index)
+        for setback in message.setbacks
+        if setback.cause in _CAUSES_BACK
+    ]
+    return Timeline(**stations, spans=spans, setbacks=setbacks)
 
 
 def _to_delta(message: pb.Delta) -> Delta:
@@ -337,3 +402,16 @@ def to_cluster(message: pb.Cluster) -> ClusterView:
 def _plain(message: Message, names: Iterable[str]) -> dict[str, Any]:
     fields = message.DESCRIPTOR.fields_by_name
     return {n: list(getattr(message, n)) if fields[n].is_repeated else getattr(message, n) for n in names}
+
+
+def operation_request(method: str, **fields: Any) -> Message:
+    """Of one of the four methods that change a deployment. `None`: absent."""
+    request: Message = getattr(pb, f"{method}Request")()
+    for name, value in fields.items():
+        if value is not None:
+            _set(request, name, value)
+    return request
+
+
+def to_operation_view(message: pb.OperationResult) -> OperationView:
+    return OperationView(**_plain(message, OperationView.__struct_fields__))

@@ -2,7 +2,8 @@
 
     bytes ─▶ decode (malformed: refused) ─▶ check ─▶ Service ─▶ events, one at a time ─▶ context.write
 
-`write` waits for the connection's flow control, so a slow client holds back its own stream and nothing else.
+`write` waits for the connection's flow control, so a slow client holds back its own stream and nothing else; one that
+takes nothing for `slow_reader_s` loses its request, and learns of it when it reads on.
 A client that cancels, or whose deadline passes, cancels the handler; that closes the service's generator.
 """
 
@@ -31,7 +32,7 @@ from kvferry.cluster.api.status import WireStatus, internal_status, to_status
 from kvferry.cluster.config import ServerOptions
 from kvferry.cluster.service import Service, StreamEvent
 from kvferry.proto import kvferry_pb2 as pb
-from kvferry.runtime.errors import InvalidArgument, KvferryError
+from kvferry.runtime.errors import ClientTooSlow, InvalidArgument, KvferryError
 
 log = structlog.get_logger()
 Context = Any
@@ -51,15 +52,26 @@ class Malformed(msgspec.Struct, frozen=True):
 class Calls:
     """One method per method of the wire contract, named alike. Raises `KvferryError`s only, unless there is a bug."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, slow_reader_s: float) -> None:
         self._service = service
+        self._slow_reader_s = slow_reader_s
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         call = convert.to_call(request, remaining_s(context))
         events = cast("AsyncGenerator[StreamEvent, None]", self._service.generate(call))
         async with contextlib.aclosing(events):
             async for event in events:
-                await context.write(convert.from_event(event))
+                await self._write(context, convert.from_event(event))
+
+    async def _write(self, context: Context, message: pb.GenerateResponse) -> None:
+        """Raises `ClientTooSlow`."""
+        try:
+            async with asyncio.timeout(self._slow_reader_s):
+                await context.write(message)
+        except TimeoutError:
+            raise ClientTooSlow(
+                f"the client has taken nothing for {self._slow_reader_s:g} s (--slow-reader-s); read faster"
+            ) from None
 
     async def tokenize(self, request: pb.TokenizeRequest, _context: Context) -> pb.TokenizeResponse:
         # In threads: other streams' tokens go on meanwhile.
@@ -88,6 +100,9 @@ class Calls:
         convert.check_known(request)
         return pb.AuditResponse(findings=await self._service.audit())
 
+    async def operate(self, request: Any, _context: Context) -> pb.OperationResult:
+        return convert.from_operation_view(await self._service.operate(convert.to_operation(request)))
+
     def handlers(self) -> dict[str, Callable[[Any, Context], Awaitable[Any]]]:
         return {
             "Generate": self.generate,
@@ -96,6 +111,10 @@ class Calls:
             "GetModel": self.get_model,
             "GetCluster": self.get_cluster,
             "Audit": self.audit,
+            "Drain": self.operate,
+            "Scale": self.operate,
+            "SetRole": self.operate,
+            "Restart": self.operate,
         }
 
 
@@ -146,8 +165,8 @@ async def _abort(context: Context, status: WireStatus) -> None:
     await context.abort(status.code, status.message, status.trailers)
 
 
-def _register(server: Any, service: Service) -> None:
-    calls = Calls(service).handlers()
+def _register(server: Any, service: Service, slow_reader_s: float) -> None:
+    calls = Calls(service, slow_reader_s).handlers()
     by_service: dict[str, dict[str, Any]] = {name: {} for name in SERVICES}
     for method in METHODS.values():
         make = grpc.unary_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler
@@ -205,7 +224,7 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ],
     )
-    _register(server, service)
+    _register(server, service, options.slow_reader_s)
     health = Health(SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((*SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME), server)

@@ -1,7 +1,8 @@
 """Errors ↔ gRPC statuses: one table, both directions.
 
 A status carries `google.rpc` details in the trailer `grpc-status-details-bin`: always an `ErrorInfo` (domain
-`kvferry`, reason = the error's label), for `InvalidArgument` a `BadRequest`, for `QueueFull` a `RetryInfo`.
+`kvferry`, reason = the error's label, metadata = its `facts`), for `InvalidArgument` a `BadRequest`, for `QueueFull` a
+`RetryInfo`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ STATUS: dict[type[KvferryError], grpc.StatusCode] = {
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.RetriesExhausted: grpc.StatusCode.UNAVAILABLE,
+    errors.ClientTooSlow: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.InvariantBroken: grpc.StatusCode.INTERNAL,
     errors.DeviceError: grpc.StatusCode.INTERNAL,
 }
@@ -67,6 +69,8 @@ def to_status(error: KvferryError) -> WireStatus:
     """An error without an entry in the table (an inner node of the tree) is INTERNAL."""
     code = STATUS.get(type(error), grpc.StatusCode.INTERNAL)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.label, domain=DOMAIN)]
+    for key, text in error.facts.items():
+        details[0].metadata[key] = _cut(text, _MAX_DETAIL_BYTES)  # type: ignore[attr-defined]
     if isinstance(error, errors.InvalidArgument):
         said = {"field": error.field, "limit": error.limit, "hint": error.hint, "value": repr(error.value)}
         for key, text in said.items():
@@ -108,7 +112,12 @@ def _cut(text: str, max_bytes: int) -> str:
 
 # ---------------------------------------------------------------- the client's side
 def to_error(
-    code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, Any]], target: str, timeout_s: float | None
+    code: grpc.StatusCode,
+    message: str,
+    trailers: Iterable[tuple[str, Any]],
+    target: str,
+    timeout_s: float | None,
+    begun: bool = False,
 ) -> KvferryError:
     """The error that the server raised; for a status that gRPC made itself, the class that fits."""
     for key, value in trailers:
@@ -116,6 +125,8 @@ def to_error(
             error = _from_details(value)
             if error is not None:
                 return error
+    if code is grpc.StatusCode.UNAVAILABLE and begun:
+        return errors.GroupUnavailable(f"{target} went away before the answer was complete: {message}")
     if code is grpc.StatusCode.UNAVAILABLE:
         return errors.GroupUnavailable(
             f"no answer from {target}: {message}; is `kvferry serve` running there, with the same TLS settings?"
@@ -152,9 +163,9 @@ def _from_details(raw: bytes) -> KvferryError | None:
         return None
     kind = _BY_LABEL.get(info.reason, KvferryError)
     if kind is errors.QueueFull:
-        return errors.QueueFull(status.message, retry_after_s)
+        return errors.QueueFull(status.message, retry_after_s).explained(**info.metadata)
     if kind is not errors.InvalidArgument:
-        return kind(status.message)
+        return kind(status.message).explained(**info.metadata)
     # `value` comes as its repr, so the constructor would quote it once more: take the server's words.
     error = errors.InvalidArgument(**{key: info.metadata[key] for key in ("field", "value", "limit", "hint")})
     error.args = (status.message,)

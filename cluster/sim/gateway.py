@@ -129,6 +129,9 @@ class SimGateway:
     def group_down(self, peer: Peer, reason: str) -> None:
         self.coordinator.on_group_down(peer, reason)
 
+    def group_ended(self, peer: Peer, out_of_service: bool) -> None:
+        self.coordinator.on_group_down(peer, f"it was taken out, {out_of_service=}")
+
     def on_frame(self, port: RemoteGroup, frame: m.StepFrame) -> None:
         noise, luck = self._noise, self._rng.random()
         if luck < noise.repeated:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from kvferry.cluster.config import GroupSpec, Role
 from kvferry.cluster.coordinator import CoordinatorConfig
@@ -127,6 +127,9 @@ class World:
             self._loop.call_later(later_s, other.process.do, lambda other=other: other.links.peer_died(group.peer))
 
     # ------------------------------------------------------------ supervisor.Launcher
+    async def allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
+        return [Allotment(spec=spec, threads=None, cpus=1.0) for spec in specs]
+
     async def start(self, allotment: Allotment, epoch: Epoch, on_progress: OnProgress) -> Incarnation:
         spec = allotment.spec
         await asyncio.sleep(0.01 + self._rng.random() * 0.2)

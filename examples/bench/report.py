@@ -11,6 +11,7 @@ from rich.table import Table
 from stats import Middle, middle
 
 GIB_IN_MIB = 1024
+MAX_RECOVERY_FACTOR, MAX_RECOVERY_EXTRA_S = 2.0, 1.0
 MAX_START_S, MAX_MEMORY_GIB, MIN_SPEEDUP, MAX_TTFT_RATIO, MIN_HITS = 15.0, 2.5, 2.0, 0.25, 15
 
 
@@ -31,7 +32,24 @@ def spread(values: Iterable[float], scale: float = 1.0, digits: int = 0) -> str:
 
 
 def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What was to be reached, what was, and whether that is enough."""
+    """What was to be reached, what was, and whether that is enough; of the parts that were run."""
+    found = load_targets(results) if "loads" in results else []
+    return found + (recovery_targets(results["recovery"]) if "recovery" in results else [])
+
+
+def recovery_targets(recovery: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The limit follows from the time that the same tokens take as fresh prompts, measured in the same run."""
+    return [
+        _target(
+            f"pause of streams whose decode worker is killed, {p}, s",
+            recovery[f"recovery_{p}_s"],
+            MAX_RECOVERY_FACTOR * recovery[f"reprefill_{p}_s"] + MAX_RECOVERY_EXTRA_S,
+        )
+        for p in ("p50", "p99")
+    ]
+
+
+def load_targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = [
         _target("start to first token, s", middle(results["start_s"]).median, MAX_START_S),
         _target(
@@ -55,26 +73,44 @@ def _target(what: str, reached: float, limit: float, sign: int = -1) -> dict[str
     """`sign`: 1 where more is better."""
     return {
         "what": what,
-        "target": f"{'at least' if sign > 0 else 'at most'} {limit:g}",
+        "target": f"{'at least' if sign > 0 else 'at most'} {limit:.3g}",
         "reached": reached,
         "met": (reached - limit) * sign >= 0,
     }
 
 
 def sections(results: Mapping[str, Any]) -> list[Section]:
-    return [
-        Section(
-            "Targets",
-            ("what", "target", "reached", "met"),
-            [(t["what"], t["target"], f"{t['reached']:.2f}", "yes" if t["met"] else "no") for t in results["targets"]],
+    """Of the parts that were run."""
+    found = [targets_section(results["targets"])]
+    if "loads" in results:
+        found += [make(results) for make in (_speed, _traffic, _beside, _long_prefix, _memory, _correctness)]
+    return [*found, recovery_section(results["recovery"])] if "recovery" in results else found
+
+
+def targets_section(rows: Sequence[Mapping[str, Any]]) -> Section:
+    cells = [(t["what"], t["target"], f"{t['reached']:.2f}", "yes" if t["met"] else "no") for t in rows]
+    return Section("Targets", ("what", "target", "reached", "met"), cells)
+
+
+def recovery_section(recovery: Mapping[str, Any]) -> Section:
+    r = recovery
+    pauses = [f"{r[f'recovery_{p}_s']:.2f}" for p in ("p50", "p99")]
+    fresh = [f"{r[f'reprefill_{p}_s']:.2f}" for p in ("p50", "p99")]
+    rows = [
+        ("SIGKILL to the next token of a stream: p50, p99, s", ", ".join(pauses)),
+        ("the same 500 tokens of each as fresh prompts, to the first token: p50, p99, s", ", ".join(fresh)),
+        ("SIGKILL to the server's knowing of the death, s", f"{r['noticed_s']:.2f}"),
+        ("SIGKILL to the surviving group's having work, s", f"{r['submitted_s']:.2f}"),
+        ("SIGKILL to the next token of the first and of the last stream, s", f"{r['first_s']:.2f}, {r['last_s']:.2f}"),
+        (
+            "tokens that the surviving group had to read, and of these in its cache",
+            f"{r['prompt_tokens']:.0f}, {r['cached_tokens']:.0f}",
         ),
-        _speed(results),
-        _traffic(results),
-        _beside(results),
-        _long_prefix(results),
-        _memory(results),
-        _correctness(results),
+        ("sequences that decoded on the killed group", f"{r['num_decoding']:.0f}"),
+        ("findings of Admin.Audit after each round", str(len(r["audit"]))),
     ]
+    note = f"8 streams of 500 tokens, half of them prompt, one prefill and one decode group; {len(r['rounds'])} kills."
+    return Section("Recovery from the death of a decode worker", ("what", "result"), rows, note)
 
 
 def _speed(results: Mapping[str, Any]) -> Section:
@@ -168,24 +204,29 @@ def _correctness(results: Mapping[str, Any]) -> Section:
 def environment_lines(environment: Mapping[str, Any]) -> list[str]:
     e = environment
     versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
+    peer = f"transformers with {e['peer_threads']} threads, OpenMP wait policy {e.get('peer_waiting')} (the faster one "
+    peer = f"{peer}here); " if "peer_waiting" in e else ""
     return [
         f"{e['cpu']}, {e['cores']} cores, {e['memory_gib']:.0f} GiB; Python {e['python']}; {versions}.",
-        f"`kvferry serve {e['model']} {' '.join(e['serve_options'])}`; transformers with {e['peer_threads']} threads, "
-        f"OpenMP wait policy {e['peer_waiting']} (the faster one here); {e['runs']} run(s), load average "
+        f"`kvferry serve {e['model']} {' '.join(e['serve_options'])}`; {peer}{e['runs']} run(s), load average "
         f"{e['load_average'][0]:.1f} before and {e['load_average'][1]:.1f} after.",
     ]
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     for section in sections(results):
-        table = Table(title=section.title, title_justify="left", caption=section.note or None, caption_justify="left")
-        for i, column in enumerate(section.columns):
-            table.add_column(column, justify="right" if i else "left", overflow="fold")
-        for row in section.rows:
-            table.add_row(*row)
-        console.print(table)
+        print_section(section, console)
     for line in environment_lines(results["environment"]):
         console.print(line, highlight=False)
+
+
+def print_section(section: Section, console: Console) -> None:
+    table = Table(title=section.title, title_justify="left", caption=section.note or None, caption_justify="left")
+    for i, column in enumerate(section.columns):
+        table.add_column(column, justify="right" if i else "left", overflow="fold")
+    for row in section.rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def markdown(results: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ references gone; whoever holds a reference may read it.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -271,6 +271,18 @@ class BlockPool:
             self._pending[block_hash] = left
         else:
             del self._pending[block_hash]
+
+    def check_holders(self, held: Counter[BlockId]) -> None:
+        """`held`: the references that all holders together say they have. Raises `InvariantBroken`."""
+        expected = held.copy()
+        for num_refs, content in zip(self._refs, self._content, strict=True):
+            if num_refs and content is not None and content.sealed and content.parent is not None:
+                expected[self._sealed[content.parent]] += 1
+        for block_id, num_refs in enumerate(self._refs):
+            if num_refs != (wanted := expected[BlockId(block_id)]):
+                raise InvariantBroken(
+                    f"block pool: block {block_id} has {num_refs} references, its holders account for {wanted}"
+                )
 
     def check_invariants(self) -> None:
         """Recomputes the truth the slow way. Raises `InvariantBroken`."""

@@ -2,11 +2,12 @@
 
 Tokens are put in order of attention: first the rows of one token ("decode"), longest context first and cut into groups
 of similar length, then each longer row ("prefill") by itself, those with a cached prefix before those without.
-`sample_index` leads back to the plan's order.
+`sample_index` leads back to the plan's order. Where the CPU kernels attend, they take all rows at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ import numpy.typing as npt
 import torch
 
 from kvferry.kernels.attention import PagedRows
+from kvferry.kernels.cpu.attention import Contexts
+from kvferry.kernels.cpu.available import kernels_for
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.step import Row
@@ -49,14 +52,16 @@ class Batch:
     """int64 `[T]`."""
     positions: torch.Tensor
     """int64 `[T]`."""
+    sample_index: torch.Tensor
+    """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
+    contexts: Contexts | None
+    """Where the CPU kernels attend. All below is for torch's operations and absent then."""
     write_index: torch.Tensor
     """int64 `[T·2N]`: slots of the new keys and values."""
     decode: list[DecodePart]
     prefixed: list[PrefixedPart]
     fresh: list[slice]
     """Tokens of prompts from their beginning: their keys and values are all just computed."""
-    sample_index: torch.Tensor
-    """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
 
 
 class _Table:
@@ -89,26 +94,56 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
     token_ids = np.concatenate([np.asarray(t.row.token_ids, dtype=np.int64) for t in ordered])
     lengths = np.array([len(t.row.token_ids) for t in ordered])
     stops = np.cumsum(lengths)
-    starts = (stops - lengths).tolist()
     last_token = {t.index: int(stop) - 1 for t, stop in zip(ordered, stops, strict=True)}
 
+    write_index = storage.slot_index(blocks, positions % block_size)
+    contexts = None
+    parts: tuple[list[DecodePart], list[PrefixedPart], list[slice]] = ([], [], [])
+    lib = kernels_for(storage.blocks, storage.layout.head_dim)
+    if lib is not None:
+        contexts = _contexts(lib, ordered, lengths, write_index, storage)
+    else:
+        parts = _parts(decode, prefill, (stops - lengths)[len(decode) :].tolist(), storage)
+    return Batch(
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        sample_index=torch.tensor(
+            [last_token[i] for i, row in enumerate(rows) if row.sample], dtype=torch.int64, device=device
+        ),
+        contexts=contexts,
+        write_index=torch.from_numpy(write_index.reshape(-1)).to(device),
+        decode=parts[0],
+        prefixed=parts[1],
+        fresh=parts[2],
+    )
+
+
+def _contexts(
+    lib: ctypes.CDLL,
+    ordered: list[_Table],
+    lengths: npt.NDArray[np.int64],
+    write_index: npt.NDArray[np.int64],
+    storage: KVStorage,
+) -> Contexts:
+    layout = storage.layout
+    start = np.array([t.row.start for t in ordered])
+    slots = write_index[:, 0] * layout.head_dim
+    shape = storage.blocks[0].numel(), layout.rank_heads, layout.block_size, layout.head_dim
+    return Contexts(lib, [t.block_ids for t in ordered], lengths, start, slots, shape)
+
+
+def _parts(
+    decode: list[_Table], prefill: list[_Table], prefill_starts: list[int], storage: KVStorage
+) -> tuple[list[DecodePart], list[PrefixedPart], list[slice]]:
     parts = _Parts(storage)
     decode_parts, done = [], 0
     for size in _groups([len(t.block_ids) for t in decode]):
         decode_parts.append(parts.decode(decode[done : done + size], done))
         done += size
-    spans = list(zip(prefill, starts[len(decode) :], strict=True))
-    return Batch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        write_index=torch.from_numpy(storage.slot_index(blocks, positions % block_size).reshape(-1)).to(device),
-        decode=decode_parts,
-        prefixed=[parts.prefixed(t, start) for t, start in spans if t.row.start > 0],
-        fresh=[slice(start, start + len(t.row.token_ids)) for t, start in spans if t.row.start == 0],
-        sample_index=torch.tensor(
-            [last_token[i] for i, row in enumerate(rows) if row.sample], dtype=torch.int64, device=device
-        ),
-    )
+    spans = list(zip(prefill, prefill_starts, strict=True))
+    prefixed = [parts.prefixed(t, start) for t, start in spans if t.row.start > 0]
+    fresh = [slice(start, start + len(t.row.token_ids)) for t, start in spans if t.row.start == 0]
+    return decode_parts, prefixed, fresh
 
 
 def _groups(num_blocks: Sequence[int]) -> list[int]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from kvferry.kernels.activation import silu_mul
 from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear
-from kvferry.kernels.norm import rms_norm
+from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import apply_rope_
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.parallel import TensorParallel
@@ -25,6 +25,10 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum_(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """Adds delta, if any, to x (mutates x); returns the norm of the sum."""
+        return self(x) if delta is None else add_norm_(x, delta, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,20 @@ class Attention:
         """This rank's share of the output. Mutates the cache: all rows' KV is written before any row reads."""
         heads = self.num_heads
         qkv = self.qkv(x_TC).view(-1, heads + 2 * self.num_kv_heads, self.head_dim)
+        if batch.contexts is None:
+            out = self._gathered(qkv, angles, batch, slots, spans)
+        elif self.q_norm is None or self.k_norm is None:
+            out = batch.contexts.attend(qkv, angles, slots)
+        else:
+            norms = self.q_norm.weight, self.k_norm.weight
+            out = batch.contexts.attend(qkv, angles, slots, *norms, self.q_norm.eps)
+        return self.output(out.view(-1, heads * self.head_dim))
+
+    def _gathered(
+        self, qkv: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
+    ) -> torch.Tensor:
+        """The same by torch's operations, which need the context of a row in one piece. Contiguous `[T, H, D]`."""
+        heads = self.num_heads
         q, kv = qkv[:, :heads], qkv[:, heads:]
         if self.q_norm is not None and self.k_norm is not None:
             q.copy_(self.q_norm(q))
@@ -57,8 +75,7 @@ class Attention:
         for tokens in batch.fresh:
             k, v = kv[tokens].transpose(0, 1).chunk(2)
             parts.append(causal_attention(q[tokens], k, v, 0))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.output(out.reshape(-1, heads * self.head_dim))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +85,7 @@ class MLP:
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         """This rank's share of the output."""
-        gate, up = self.gate_up(x_TC).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(silu_mul(self.gate_up(x_TC)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +97,18 @@ class DecoderLayer:
     parallel: TensorParallel
 
     def __call__(
-        self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
+        self,
+        x_TC: torch.Tensor,
+        delta_TC: torch.Tensor | None,
+        angles: torch.Tensor,
+        batch: Batch,
+        slots: torch.Tensor,
+        spans: torch.Tensor,
     ) -> torch.Tensor:
-        """Mutates `x_TC` and returns it."""
-        x_TC.add_(self.parallel.all_reduce_(self.attention(self.attention_norm(x_TC), angles, batch, slots, spans)))
-        return x_TC.add_(self.parallel.all_reduce_(self.mlp(self.mlp_norm(x_TC))))
+        """Takes the sum of both (None: nothing to add yet); returns what is still to be added. Mutates `x_TC`.
+
+        So each sum and the norm after it are one operation.
+        """
+        normed = self.attention_norm.of_sum_(x_TC, delta_TC)
+        delta = self.parallel.all_reduce_(self.attention(normed, angles, batch, slots, spans))
+        return self.parallel.all_reduce_(self.mlp(self.mlp_norm.of_sum_(x_TC, delta)))

@@ -39,9 +39,11 @@ class Llama:
         """Final hidden states of the tokens of `batch.sample_index`. Mutates `storage`."""
         x = self.embedding.index_select(0, batch.token_ids)
         angles = rope_angles(batch.positions, self.frequencies, self.dtype)
+        delta: torch.Tensor | None = None
         for layer, slots, spans in zip(self.layers, storage.slots, storage.spans, strict=True):
-            x = layer(x, angles, batch, slots, spans)
-        return self.norm(x.index_select(0, batch.sample_index))
+            delta = layer(x, delta, angles, batch, slots, spans)
+        wanted = batch.sample_index
+        return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[rows, vocab_size]`. Every rank must call it."""

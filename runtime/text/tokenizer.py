@@ -47,7 +47,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises `InvalidArgument` for text that is no valid Unicode."""
         try:
-            return list(self.raw.encode(text, add_special_tokens=add_special_tokens).ids)
+            # `encode` would keep all other threads of the process from running meanwhile; this lets them.
+            return list(self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except TypeError as error:
             raise InvalidArgument("prompt", text, "must be valid Unicode text; it holds a lone surrogate") from error
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from kvferry.runtime.config import TransportName
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.transfer.secret import NO_SECRET
 from kvferry.runtime.transfer.transport import Transport
 
 
-def make_transport(name: TransportName, host: str) -> Transport:
-    """A transport for one rank; `host` is where other machines reach it.
+def make_transport(name: TransportName, host: str, secret: bytes = NO_SECRET) -> Transport:
+    """A transport for one rank; `host` is where other machines reach it. Only ranks with the same `secret` meet.
 
     Raises `InvalidArgument` for an unknown name, `ResourceMissing` for `nccl` without a CUDA device.
     """
@@ -16,15 +17,15 @@ def make_transport(name: TransportName, host: str) -> Transport:
         case "shm":
             from kvferry.runtime.transfer.shm import ShmTransport
 
-            return ShmTransport(host)
+            return ShmTransport(host, secret)
         case "gloo":
             from kvferry.runtime.transfer.gloo import GlooTransport
 
-            return GlooTransport(host)
+            return GlooTransport(host, secret)
         case "nccl":
             from kvferry.runtime.transfer.nccl import NcclTransport
 
-            return NcclTransport(host)
+            return NcclTransport(host, secret)
         case "local":
             from kvferry.runtime.transfer.local import LocalTransport
 

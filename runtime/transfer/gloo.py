@@ -123,10 +123,18 @@ class GlooReceiveEnd:
                     raise LinkClosed(f"{self._name}: a header of {header_size} bytes")
                 header = _bytes(header_size)
                 self._pair.wait(self._pair.ireceive(header, HEADER), self._timeout_s)
-                self._headers.put((header.numpy().tobytes(), payload_size))
+                self._put((header.numpy().tobytes(), payload_size))
         except LinkClosed as closed:
             self._pair.close()
-            self._headers.put(closed)
+            with contextlib.suppress(LinkClosed):
+                self._put(closed)
+
+    def _put(self, header: tuple[bytes, int] | LinkClosed) -> None:
+        """Raises `LinkClosed` when nobody reads them."""
+        try:
+            self._headers.put(header, timeout=self._timeout_s)
+        except queue.Full:
+            raise LinkClosed(f"{self._name}: nobody has read its headers for {self._timeout_s:g} s") from None
 
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         try:
@@ -134,7 +142,7 @@ class GlooReceiveEnd:
         except queue.Empty:
             return None
         if isinstance(header, LinkClosed):
-            self._headers.put(header)  # for whoever asks again
+            self._put(header)  # for whoever asks again
             raise LinkClosed(str(header))
         self._unread = header[1]
         return header
@@ -157,10 +165,10 @@ class GlooReceiveEnd:
 class GlooTransport:
     """`host`: name or address of this machine's interface that peers reach."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, secret: bytes) -> None:
         self._host = host
         self._ends = OpenEnds()
-        self._meeting = StoreMeeting(host, self._ends)
+        self._meeting = StoreMeeting(host, self._ends, secret)
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.runtime.ids import BlockHash, BlockId, TransferId
+from kvferry.runtime.transfer.secret import TAG_BYTES, is_tag, tag
 from kvferry.runtime.transfer.transport import LinkName
 
 VERSION = 1
@@ -40,14 +41,24 @@ class Expected(msgspec.Struct):
     """Of the destination's pool."""
     block_bytes: int
     """That one block of this link's heads takes."""
+    secret: bytes
 
 
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(MessageHeader).decode
 
 
+def seal(header: MessageHeader, secret: bytes) -> bytes:
+    """The header as it travels. It names its link and its place there, so it is good for once."""
+    data = encode(header)
+    return tag(secret, data) + data
+
+
 def parse(data: bytes, payload_bytes: int, link_seq: int, expected: Expected) -> MessageHeader | str:
-    """The header, or what is wrong with it."""
+    """The header, or what is wrong with it. Nothing is read of a header that does not bear the secret's tag."""
+    given, data = data[:TAG_BYTES], data[TAG_BYTES:]
+    if not is_tag(given, expected.secret, data):
+        return "it does not know the cluster's secret"
     try:
         header = _decode(data)
     except msgspec.DecodeError as error:

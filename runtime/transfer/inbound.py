@@ -290,6 +290,14 @@ class Inbound:
         attempt = self._current.get(transfer_id)
         return attempt is not None and self._arrivals[transfer_id, attempt].state is TransferState.ACTIVE
 
+    def holds_blocks(self, transfer_id: TransferId) -> bool:
+        """Whether any block is held, or leased, for whoever waits for it."""
+        attempt = self._current.get(transfer_id)
+        if attempt is None:
+            return False
+        arrival = self._arrivals[transfer_id, attempt]
+        return bool(arrival.pins or arrival.missing or arrival.importing)
+
     def num_expected(self, block_hash: BlockHash) -> int:
         """How many transfers fill a block of that name."""
         arrivals = self._arrivals.values()

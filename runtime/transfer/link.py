@@ -13,7 +13,7 @@ import torch
 
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.step import Send
-from kvferry.runtime.transfer.header import Expected, MessageHeader, encode, parse
+from kvferry.runtime.transfer.header import Expected, MessageHeader, parse, seal
 from kvferry.runtime.transfer.meeting import Closable
 from kvferry.runtime.transfer.span import HeadSpan
 from kvferry.runtime.transfer.staging import Staged, Staging
@@ -64,6 +64,7 @@ class LinkContext:
     checksum: bool
     fingerprint: bytes
     num_blocks: int
+    secret: bytes
 
 
 class Outgoing:
@@ -197,7 +198,7 @@ class SendLink:
         send = outgoing.send
         outgoing.wait_ready()
         payload = self._span.read(send.source_block_ids, self._context.transport.device)
-        header = encode(
+        header = seal(
             MessageHeader(
                 link=str(self._name),
                 link_seq=link_seq,
@@ -209,7 +210,8 @@ class SendLink:
                 block_ids=send.destination_block_ids,
                 num_bytes=payload.numel(),
                 crc=checksum(payload) if self._context.checksum else None,
-            )
+            ),
+            self._context.secret,
         )
         if len(header) > MAX_HEADER_BYTES:
             raise InvariantBroken(
@@ -243,7 +245,7 @@ class ReceiveLink:
         self._source = source
         self._span = span
         self._num_routes = num_routes
-        self._expected = Expected(name, context.fingerprint, context.num_blocks, span.block_bytes)
+        self._expected = Expected(name, context.fingerprint, context.num_blocks, span.block_bytes, context.secret)
         self._wanted_again = False
         self.life = LinkThread(name, "receive", self._run, on_down)
 

@@ -28,6 +28,7 @@ from kvferry.runtime.transfer.link import (
     SendLink,
 )
 from kvferry.runtime.transfer.plan import Route, copy_plan
+from kvferry.runtime.transfer.secret import NO_SECRET
 from kvferry.runtime.transfer.span import HeadSpan
 from kvferry.runtime.transfer.staging import Staging
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkDown, RankAddress, Sent
@@ -52,6 +53,7 @@ class Links:
         blocks: torch.Tensor,
         config: TransferConfig,
         report: Report,
+        secret: bytes = NO_SECRET,
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -70,6 +72,7 @@ class Links:
             checksum=config.checksum,
             fingerprint=layout.fingerprint,
             num_blocks=blocks.shape[0],
+            secret=secret,
         )
         self._lock = threading.Lock()
         self._outbound: dict[Peer, dict[int, SendLink]] = {}

@@ -112,7 +112,7 @@ class _End:
 class NcclTransport:
     """Uses the current CUDA device. `host`: name or address of this machine's interface that peers reach."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, secret: bytes) -> None:
         """Raises `ResourceMissing` without a CUDA device."""
         if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
             raise ResourceMissing(
@@ -121,7 +121,7 @@ class NcclTransport:
             )
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._ends = OpenEnds()
-        self._meeting = StoreMeeting(host, self._ends)
+        self._meeting = StoreMeeting(host, self._ends, secret)
 
     @property
     def device(self) -> torch.device:

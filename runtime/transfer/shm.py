@@ -2,8 +2,8 @@
 
     source                                          destination
       │ connect (abstract socket, named by the kernel)   │ listens from the start
-      │ ── link name, memory file descriptor ──────────▶ │ maps the same memory
-      │ ◀───────────────────────────────── accepted ──── │
+      │ ── its tag, link name, memory descriptor ──────▶ │ maps the same memory
+      │ ◀──────────────────────── accepted, its tag ──── │
       │ ── HEADER payload size, header ────────────────▶ │
       │ copy into slot k   ── FILLED length ───────────▶ │ copy out of slot k
       │ ◀──────────────────────────────────── FREED ──── │
@@ -28,13 +28,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.runtime.transfer.meeting import Arrivals, Deadline, OpenEnds, machine_id
+from kvferry.runtime.transfer.secret import TAG_BYTES, is_tag, tag
 from kvferry.runtime.transfer.ticket import RankAddress
 from kvferry.runtime.transfer.transport import MAX_HEADER_BYTES, LinkClosed, LinkName
 
 SLOT_BYTES = 1 << 20
 NUM_SLOTS = 4
 HANDSHAKE_S = 2.0
-HEADER, FILLED, FREED, ACCEPTED = b"H", b"F", b"R", b"A"
+HEADER, FILLED, FREED, ACCEPTED, OFFERED = b"H", b"F", b"R", b"A", b"O"
 _SIZE = struct.Struct("<cQ")
 _LARGEST = _SIZE.size + MAX_HEADER_BYTES
 _CREDENTIALS = struct.Struct("3i")
@@ -86,13 +87,15 @@ class _End:
             raise LinkClosed(f"{self._name}: " + ("a packet out of turn" if packet else "the other end is gone"))
         return packet
 
-    def wait_accepted(self, deadline: Deadline) -> None:
+    def wait_accepted(self, secret: bytes, deadline: Deadline) -> None:
         with self._use():
-            self._get(ACCEPTED, deadline.remaining())
+            packet = self._get(ACCEPTED, deadline.remaining())
+            if not is_tag(packet[len(ACCEPTED) :], secret, ACCEPTED, self._name.encode()):
+                raise LinkClosed(f"{self._name}: the other end does not know the cluster's secret")
 
-    def accept(self, deadline: Deadline) -> None:
+    def accept(self, secret: bytes, deadline: Deadline) -> None:
         with self._use():
-            self._put(ACCEPTED, deadline)
+            self._put(ACCEPTED + tag(secret, ACCEPTED, self._name.encode()), deadline)
 
     def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
         data = payload.numpy()
@@ -151,7 +154,8 @@ class _End:
 class ShmTransport:
     """`host` is only carried along: links never leave the machine."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, secret: bytes) -> None:
+        self._secret = secret
         self._ends = OpenEnds()
         self._arrivals: Arrivals[_End] = Arrivals()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -189,7 +193,9 @@ class ShmTransport:
         try:
             if len(descriptors) != 1:
                 raise LinkClosed("no memory came with the link's name")
-            name = packet.decode()
+            if not is_tag(packet[:TAG_BYTES], self._secret, OFFERED, packet[TAG_BYTES:]):
+                raise LinkClosed("it does not know the cluster's secret")
+            name = packet[TAG_BYTES:].decode()
             self._arrivals.put(name, _End(name, sock, descriptors[0], self._ends))
         finally:
             for descriptor in descriptors:
@@ -211,7 +217,8 @@ class ShmTransport:
             os.ftruncate(memory, NUM_SLOTS * SLOT_BYTES)
             sock.settimeout(deadline.remaining())
             sock.connect(f"\0{destination.store_port:05x}")
-            socket.send_fds(sock, [str(name).encode()], [memory])
+            offer = str(name).encode()
+            socket.send_fds(sock, [tag(self._secret, OFFERED, offer) + offer], [memory])
             end = _End(str(name), sock, memory, self._ends)
         except OSError as error:
             sock.close()
@@ -219,7 +226,7 @@ class ShmTransport:
         finally:
             os.close(memory)
         try:
-            end.wait_accepted(deadline)
+            end.wait_accepted(self._secret, deadline)
         except LinkClosed:
             end.close()
             raise
@@ -231,7 +238,7 @@ class ShmTransport:
         while True:
             end = self._arrivals.take(str(name), deadline)
             try:
-                end.accept(deadline)
+                end.accept(self._secret, deadline)
             except LinkClosed:
                 end.close()  # it gave up; another may come
                 continue

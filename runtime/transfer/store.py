@@ -3,7 +3,8 @@
     source       n = add(link/count), set(link/n/offer), wait(link/n/accept)
     destination  wait(link/n/offer), set(link/n/accept)
 
-n numbers the link's connections, so that a link that broke can be made again under its name.
+n numbers the link's connections, so that a link that broke can be made again under its name. The store asks nobody who
+he is; so `link` is a name that only those know who have the cluster's secret.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvferry.runtime.transfer.meeting import Deadline, OpenEnds, machine_id
+from kvferry.runtime.transfer.secret import tag
 from kvferry.runtime.transfer.ticket import RankAddress
 from kvferry.runtime.transfer.transport import LinkClosed, LinkName
 
@@ -39,7 +41,7 @@ def client(address: RankAddress, timeout_s: float = STORE_S) -> TCPStore:
 class StoreMeeting:
     """Hosts this rank's store on a port that the system picks, bound to `host` only."""
 
-    def __init__(self, host: str, ends: OpenEnds) -> None:
+    def __init__(self, host: str, ends: OpenEnds, secret: bytes) -> None:
         with socket.create_server((host, 0)) as listener:
             port = listener.getsockname()[1]
             self._store = TCPStore(
@@ -52,13 +54,15 @@ class StoreMeeting:
             )
         self.address = RankAddress(host, port, machine_id())
         self._ends = ends
+        self._secret = secret
         self._accepted: dict[str, int] = {}
 
     def connect(self, name: LinkName, destination: RankAddress, deadline: Deadline) -> tuple[TCPStore, str]:
         """The destination's store and a prefix for this connection. Raises `LinkClosed`."""
+        link = self._name(name)
         try:
             store = client(destination, deadline.remaining())
-            prefix = f"{name}/{store.add(f'{name}/count', 1)}"
+            prefix = f"{link}/{store.add(f'{link}/count', 1)}"
             store.set(f"{prefix}/offer", "1")
             self._wait(store, destination, f"{prefix}/accept", deadline)
         except RuntimeError as error:
@@ -67,7 +71,7 @@ class StoreMeeting:
 
     def accept(self, name: LinkName, deadline: Deadline) -> tuple[TCPStore, str]:
         """Like `connect`, on the other side."""
-        link = str(name)
+        link = self._name(name)
         try:
             store = client(self.address)
             self._wait(store, self.address, f"{link}/{self._accepted.get(link, 0) + 1}/offer", deadline)
@@ -78,11 +82,14 @@ class StoreMeeting:
             raise LinkClosed(f"{name}: nobody came: {first_line(error)}") from error
         return store, f"{link}/{newest}"
 
+    def _name(self, name: LinkName) -> str:
+        return tag(self._secret, b"meeting", str(name).encode()).hex()
+
     def _wait(self, store: TCPStore, address: RankAddress, key: str, deadline: Deadline) -> None:
         with _wakeable(self._ends, address, key):
             store.wait([key], seconds(deadline.remaining()))
         if store.get(key) != b"1":
-            raise LinkClosed(f"{key}: closed while waiting for the other side")
+            raise LinkClosed("closed while waiting for the other side")
 
 
 @contextlib.contextmanager

@@ -108,6 +108,8 @@ def test_prefill_goes_on_when_decode_dies(toy: Any) -> None:
             await w.clock.sleep(0.01)
             assert p.tickets == [old, new]
             assert p.ended == [old.transfer_id]
+            assert new.transfer_id == old.transfer_id, "the prefill leg knows its transfer by that name"
+            assert new.attempt > old.attempt
             assert p.gone == other.gone == [dead.peer]
             assert len(p.submitted) == 1
             assert not p.cancelled

@@ -132,3 +132,16 @@ def test_the_reference_outlives_its_group(toy: Any, registry: Registry) -> None:
 def test_options_out_of_range_are_named() -> None:
     with pytest.raises(InvalidArgument, match="abandon_after_s"):
         RegistryConfig(unreachable_after_s=5.0, abandon_after_s=1.0)
+
+
+def test_silence_is_not_what_the_gateway_did_not_hear_itself(toy: Any, registry: Registry, changes: list[Any]) -> None:
+    """Fault 28: a gateway that was busy for seconds took all for silent, as their frames waited in its sockets."""
+    member = registry.up(toy.ManualPort("a", 1, "prefill"), 0)
+    registry.check(13 * S, late_ns=12 * S)
+    assert changes == [(Change.UP, "a@1")]
+    registry.check(15 * S)
+    assert changes[1:] == [(Change.UNREACHABLE, "a@1")]
+    registry.on_frame(member.peer, frame(member.peer), 16 * S)
+    registry.check(17 * S, late_ns=5 * S)
+    registry.check(20 * S)
+    assert changes[-1] == (Change.UNREACHABLE, "a@1"), "being late does not make it immortal"

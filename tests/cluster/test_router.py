@@ -128,13 +128,24 @@ def test_rates_are_learned_and_lent_to_newcomers(toy: Any) -> None:
     assert router.route(Demand(1000, 1, 2), [b], {}).prefill_s == pytest.approx(0.1)  # type: ignore[union-attr]
 
 
+def test_step_times_are_lent_to_newcomers(toy: Any) -> None:
+    """Fault: a group that was added decodes nothing, because the prior is slower than what the others measured."""
+    old, new = member(toy, "old"), member(toy, "new")
+    router = Router(RouterConfig(disaggregate="never"))
+    router.observe(old.peer, Load(decode_step_s=0.001, num_running=8))
+    router.book(router.route(Demand(100, 8, 50), [old], {}))  # type: ignore[arg-type]
+    decision = router.route(Demand(100, 1, 50), [old, new], {})
+    assert decision is not None
+    assert decision.decode == new.peer
+
+
 def test_step_time_against_batch_is_fitted(toy: Any) -> None:
     router = Router(RouterConfig(disaggregate="never"))
     m = member(toy, "m")
     for i in range(200):
         batch = 1 + i % 16
         router.observe(m.peer, Load(num_running=batch, decode_step_s=0.010 + 0.001 * batch))
-    base, slope = router._rates._step[m.peer].line(0.03)
+    base, slope = router.rates._step[m.peer].line(0.03)
     assert base == pytest.approx(0.010, rel=0.05)
     assert slope == pytest.approx(0.001, rel=0.05)
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from kvferry.cluster.coordinator import CoordinatorConfig
-from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks
+from kvferry.cluster.stream import EVENT_BYTES
+from kvferry.runtime.errors import ClientTooSlow, GroupUnavailable, NoFreeBlocks
 from kvferry.runtime.request import FinishReason
+from kvferry.runtime.timeline import Phase
 from tests.support.cluster_world import event, turns
 
 pytestmark = pytest.mark.core
@@ -87,6 +89,39 @@ def test_a_ticket_that_comes_too_late_is_not_sent(toy: Any) -> None:
             await turns()
             assert p.ended == d.ended == [old.transfer_id]
             assert not p.tickets
+            await stream.aclose()
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_what_arrived_before_the_source_failed_counts(toy: Any) -> None:
+    """Fault: blocks that came are missing in the usage, because the source's report closed the book on the transfer."""
+
+    async def main() -> None:
+        async with toy.World() as w:
+            p, d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            ticket = d.answer()
+            await turns()
+
+            def report(num_blocks: int, attempt: int = ticket.attempt) -> Any:
+                return toy.TransferEvent(
+                    transfer_id=ticket.transfer_id,
+                    attempt=attempt,
+                    state=toy.TransferState.FAILED,
+                    num_blocks=num_blocks,
+                    num_bytes=1000 * num_blocks,
+                )
+
+            w.frame(p, transfers=[report(0)])
+            assert d.ended == [ticket.transfer_id]
+            w.frame(p, transfers=[report(7)])
+            w.frame(d, transfers=[report(5, attempt=ticket.attempt + 1)])
+            for _ in range(2):
+                w.frame(d, transfers=[report(1)])
+            assert (stream.usage.num_ferried_blocks, stream.usage.ferried_bytes) == (1, 1000)
             await stream.aclose()
             await w.settled()
 
@@ -177,6 +212,46 @@ def test_transfer_is_renewed_only_while_its_source_computes(toy: Any) -> None:
             assert not p.renewed
             assert not d.renewed, "what is lost on its way must not be waited for"
             await stream.aclose()
+            await w.settled()
+
+    toy.run(main())
+
+
+@pytest.mark.parametrize("kind", ["auto", "always"])
+def test_an_answer_that_nobody_reads_is_bounded(toy: Any, kind: Any) -> None:
+    """A client that stops reading costs memory without bound, or holds its blocks until its answer is whole."""
+
+    async def main() -> None:
+        config = CoordinatorConfig(max_unread_bytes=20 * EVENT_BYTES)
+        async with toy.World(config, router=toy.RouterConfig(disaggregate=kind)) as w:
+            w.add("p", "prefill"), w.add("d", "decode")
+            seed = toy.seed_where(lambda outs: all(len(o) == 50 for o in outs), max_tokens=50)
+            slow = w.coordinator.start(toy.request("slow", max_tokens=50, seed=seed))
+            other = toy.request("other", max_tokens=50, seed=seed)
+            assert await toy.collect(w.coordinator.start(other), 1) == toy.expected(other)
+            assert w.coordinator.in_flight == 0
+            with pytest.raises(ClientTooSlow, match="--max-unread") as ended:
+                await anext(slow)
+            assert ended.value.facts["phase"] == Phase.DECODE
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_an_answer_that_is_read_late_but_in_time_is_whole(toy: Any) -> None:
+    """The bound counts what was read long ago, and ends a request whose client only paused."""
+
+    async def main() -> None:
+        async with toy.World(CoordinatorConfig(max_unread_bytes=20 * EVENT_BYTES)) as w:
+            w.add("p", "prefill"), w.add("d", "decode")
+            seed = toy.seed_where(lambda outs: all(len(o) == 60 for o in outs), max_tokens=60)
+            request = toy.request("r", max_tokens=60, seed=seed)
+            stream = w.coordinator.start(request)
+            got = []
+            async for first in stream:
+                got += [e.token_id for e in (first, *stream.arrived())]
+                await w.clock.sleep(0.2)
+            assert got == toy.expected(request)[0]
             await w.settled()
 
     toy.run(main())

@@ -338,6 +338,28 @@ def others_still_work(pair: tuple[Transport, Transport]) -> None:
         sending.result()
 
 
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_strangers_do_not_meet(kind: Any) -> None:
+    """Fault 40: a rank of another cluster, or whoever finds the port, takes a link's place."""
+    destination = make_transport(kind, "127.0.0.1", b"ours")
+    stranger, friend = make_transport(kind, "127.0.0.1", b"theirs"), make_transport(kind, "127.0.0.1", b"ours")
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            accept = pool.submit(destination.accept, NAME, stranger.address(), 1.5)
+            with pytest.raises(LinkClosed):
+                stranger.connect(NAME, destination.address(), 1.0)
+            with pytest.raises(LinkClosed):
+                accept.result(10)
+        sender, receiver = link(friend, destination)
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(sender.send, b"header", payload(100), 10)
+            assert take(receiver)[0] == b"header"
+            sent.result(10)
+    finally:
+        for transport in (stranger, friend, destination):
+            transport.close()
+
+
 def test_shm_refuses_another_machine() -> None:
     """Guards against a deployment over two machines that fails with an obscure socket error."""
     transport = make_transport("shm", "127.0.0.1")

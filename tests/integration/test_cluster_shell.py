@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -15,9 +16,17 @@ import pytest
 
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.launch import Parts, RunningCluster, start_cluster
+from kvferry.cluster.orphans import OwnRay
 from kvferry.cluster.service import Completed, Delta, GenerateCall, StreamEvent
 from kvferry.cluster.supervisor import SupervisorPolicy
-from kvferry.runtime.errors import CorruptModel, GroupUnavailable, InvalidArgument, KvferryError, NotFound
+from kvferry.runtime.errors import (
+    CorruptModel,
+    GroupUnavailable,
+    InvalidArgument,
+    KvferryError,
+    NotFound,
+    ResourceMissing,
+)
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import SamplingParams
 from tests.support import toy_shell as toy
@@ -202,3 +211,24 @@ async def test_signal_ends_the_server_and_all_its_processes(number: signal.Signa
 async def test_missing_model_is_refused_at_once() -> None:
     with pytest.raises(NotFound):
         await start_cluster(ServeConfig(model="/no/such/folder"))
+
+
+async def test_ray_that_starts_halfway_is_a_failure_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: on a slow machine Ray gives up its own start with a bare exception, and leaves what it had started."""
+    starting = OwnRay.starting
+
+    def never(*_: Any, **__: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    @contextlib.contextmanager
+    def halfway(own: OwnRay) -> Iterator[None]:
+        monkeypatch.setattr("ray._private.services.get_node", never)  # here, Ray is being imported anyway
+        with starting(own):
+            yield
+
+    monkeypatch.setattr(OwnRay, "starting", halfway)
+    cluster = await start_cluster(config(), parts=TOYS)
+    with pytest.raises(ResourceMissing, match="timed out"):
+        await cluster.usable()
+    with pytest.raises(ResourceMissing):
+        await cluster.close()

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 
 import msgspec
 import pytest
 
-from kvferry.cluster.client import Collector
-from kvferry.cluster.service import Delta
 from kvferry.runtime.llm import LLM
 from kvferry.runtime.request import RequestOutput, SamplingParams
 from tests.support.deployment import Deployment, serve_config
-from tests.support.tiny_model import EOS, VOCAB
+from tests.support.streams import Call, Stream, assert_same, tokens
+from tests.support.tiny_model import EOS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 OPTIONS = {"block_size": 8, "num_blocks": 1024, "max_batch_tokens": 64}
-REQUEST_TIMEOUT_S = 120.0
 NUM_TOKENS = 250
 TOKENS_BEFORE_DEATH = 8
 LONG = 3000
 """Tokens of a prompt that takes about fifty steps to prefill."""
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, VOCAB) for _ in range(count)]
-
-
-class Call(msgspec.Struct, frozen=True):
-    prompt: list[int]
-    sampling: SamplingParams
 
 
 def sampled(seed: int, **fields: int) -> SamplingParams:
@@ -70,35 +56,6 @@ async def make(tiny_model: str, shared_ray: str) -> AsyncIterator[Callable[..., 
     yield start
     for deployment in started:
         await deployment.__aexit__(None, None, None)
-
-
-class Stream:
-    """One request, read as it comes."""
-
-    def __init__(self, deployment: Deployment, call: Call) -> None:
-        self._deployment, self._call = deployment, call
-        self.num_tokens = 0
-        self.done = False
-
-    async def read(self) -> RequestOutput:
-        collector, call = Collector(), self._call
-        events = self._deployment.client.stream(call.prompt, call.sampling, timeout_s=REQUEST_TIMEOUT_S)
-        async with aclosing(events):
-            async for event in events:
-                collector.add(event)
-                if isinstance(event, Delta):
-                    self.num_tokens += len(event.token_ids)
-        self.done = True
-        return collector.output
-
-
-def assert_same(got: RequestOutput, wanted: RequestOutput) -> None:
-    for ours, theirs in zip(got.outputs, wanted.outputs, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
-        assert [p.token_id for p in ours.logprobs or []] == [p.token_id for p in theirs.logprobs or []]
-    assert got.usage is not None
-    assert got.usage.num_output_tokens == sum(len(output.token_ids) for output in got.outputs)
 
 
 async def run_and_kill(
@@ -147,7 +104,7 @@ async def test_prefill_worker_dies_in_the_middle_of_a_prompt(
     old = await deployment.group("prefill-0")
     long = Call(tokens(LONG, 9), sampled(9))
     streams = [Stream(deployment, call) for call in [*CALLS[:2], long]]
-    wanted = llm.generate([s._call.prompt for s in streams], [s._call.sampling for s in streams])
+    wanted = llm.generate([s.call.prompt for s in streams], [s.call.sampling for s in streams])
     reads = [asyncio.create_task(stream.read()) for stream in streams[:2]]
     await deployment.until(lambda: all(s.num_tokens > 0 for s in streams[:2]))
     reads.append(asyncio.create_task(streams[2].read()))

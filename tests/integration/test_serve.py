@@ -8,81 +8,18 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvferry.runtime.model.files import resolve_model
+from tests.support.server import CALL_TIMEOUT_S, SMALL, Server, kvferry
 from tests.support.tiny_model import CONFIG, save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
-COMMAND = [sys.executable, "-m", "kvferry.cluster.cli"]
-SMALL = ["--port", "0", "--threads", "1", "--num-blocks", "256", "--block-size", "8"]
-START_TIMEOUT_S = 90
-END_TIMEOUT_S = 10
 REFUSAL_TIMEOUT_S = 10
-CALL_TIMEOUT_S = 60
-
-
-def kvferry(*arguments: str, timeout_s: float = CALL_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout_s)
-
-
-class Server:
-    """`kvferry serve`, with its log in a file."""
-
-    def __init__(self, log: Path, *arguments: str) -> None:
-        self._log = log
-        with log.open("w") as stream:
-            command = [*COMMAND, "serve", *arguments, "--log-json"]
-            self.process = subprocess.Popen(command, stdout=stream, stderr=stream)
-
-    def events(self) -> list[dict[str, str]]:
-        lines = self._log.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
-
-    def wait_for(self, event: str) -> dict[str, str]:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            if found := [e for e in self.events() if e.get("event") == event]:
-                return found[0]
-            assert self.process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.05)
-
-    def wait_for_process(self, sign: str) -> None:
-        """Until one of its processes is called so."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not any(sign in " ".join(process.cmdline()) for process in self.family()):
-            assert self.process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            time.sleep(0.05)
-
-    def family(self) -> list[psutil.Process]:
-        process = psutil.Process(self.process.pid)
-        return [process, *process.children(recursive=True)]
-
-    def stop(self, number: signal.Signals) -> None:
-        """All processes, Ray's too, must be gone in time."""
-        family = self.family()
-        begin = time.monotonic()
-        self.process.send_signal(number)
-        code = self.process.wait(END_TIMEOUT_S)
-        left = psutil.wait_procs(family, timeout=max(0.0, begin + END_TIMEOUT_S - time.monotonic()))[1]
-        assert not left, f"still there after {END_TIMEOUT_S} s: {left}"
-        assert code == 0
-        assert "Traceback" not in self._log.read_text()
-
-    def end(self) -> None:
-        """After a failed test."""
-        if self.process.poll() is None:
-            for process in self.family()[::-1]:
-                process.kill()
-            self.process.wait()
 
 
 @pytest.fixture
@@ -131,20 +68,6 @@ def test_stop_while_it_starts(start: type[Server], sign: str, number: signal.Sig
     server = start()
     server.wait_for_process(sign)
     server.stop(number)
-
-
-def test_launcher_is_killed(start: type[Server]) -> None:
-    """Fault: orphans hold memory, and devices, when the launcher gets SIGKILL."""
-    server = start()
-    server.wait_for("serving")
-    family = server.family()
-    agents = [process for process in family if "Agent" in " ".join(process.cmdline())]
-    os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait(END_TIMEOUT_S)
-    left = psutil.wait_procs([process for process in family if process not in agents], timeout=END_TIMEOUT_S)[1]
-    for process in psutil.wait_procs([*left, *agents], timeout=0)[1]:  # Ray's own agents need a minute to notice
-        process.kill()
-    assert not left
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:

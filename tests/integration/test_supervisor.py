@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,14 @@ from kvferry.cluster.config import GroupSpec
 from kvferry.cluster.peer_stream import RemoteGroup
 from kvferry.cluster.supervisor import OnProgress, Supervisor, SupervisorPolicy
 from kvferry.cluster.topology import Allotment
-from kvferry.runtime.errors import CorruptModel, GroupUnavailable, IncompatiblePeer, InvariantBroken, KvferryError
+from kvferry.runtime.errors import (
+    CorruptModel,
+    GroupUnavailable,
+    IncompatiblePeer,
+    InvariantBroken,
+    KvferryError,
+    NotFound,
+)
 from kvferry.runtime.ids import Epoch, GroupId, Peer
 from tests.support import toy_shell as toy
 from tests.support.toy_leader import SECRET, Leader
@@ -43,6 +50,9 @@ class ToyGroup:
 
 class ToyLauncher:
     """`failures` are raised by the first starts, one each."""
+
+    async def allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
+        return [Allotment(spec=spec, threads=1, cpus=1.0) for spec in specs]
 
     def __init__(self, *failures: KvferryError) -> None:
         self.failures = list(failures)
@@ -86,6 +96,9 @@ class Recorder:
     def group_down(self, peer: Peer, reason: str) -> None:
         self._note("down", peer.epoch)
         self.reason = reason
+
+    def group_ended(self, peer: Peer, out_of_service: bool) -> None:
+        self._note("ended", peer.epoch)
 
     def on_frame(self, port: RemoteGroup, frame: Any) -> None:
         if frame.epoch != port.peer.epoch:
@@ -203,3 +216,42 @@ async def test_broken_invariant_ends_everything(rig: Rig) -> None:
     rig.launcher.started[0].died.set()
     with pytest.raises(InvariantBroken):
         await rig.run
+
+
+async def test_groups_are_added_and_ended_while_the_others_live(rig: Rig) -> None:
+    """Fault: somebody else restarts with them; or an ended group comes back."""
+    (spare,) = await rig.supervisor.allot([GroupSpec(GroupId("mixed-1"), "mixed", 1)])
+    added = await rig.supervisor.add(spare)
+    assert added == Peer(GroupId("mixed-1"), Epoch(2))
+    assert {port.peer for port in rig.supervisor.live} == {Peer(GroupId("mixed-0"), Epoch(1)), added}
+    await rig.supervisor.end(rig.supervisor.find(GroupId("mixed-1")))
+    assert rig.launcher.started[1].num_kills == 1
+    with pytest.raises(NotFound):
+        rig.supervisor.find(GroupId("mixed-1"))
+    await asyncio.sleep(0.2)
+    assert rig.launcher.epochs == [1, 2]
+    assert ("down", 1) not in rig.seen.log
+
+
+async def test_added_group_that_cannot_start_leaves_no_place(rig: Rig) -> None:
+    """Fault: the whole deployment ends with it, or it is tried for ever."""
+    rig.launcher.failures = [CorruptModel("cut off")]
+    (spare,) = await rig.supervisor.allot([GroupSpec(GroupId("mixed-1"), "mixed", 1)])
+    with pytest.raises(CorruptModel):
+        await rig.supervisor.add(spare)
+    assert [place.group for place in rig.supervisor.places()] == ["mixed-0"]
+    assert not rig.run.done()
+
+
+async def test_predecessor_that_dies_beside_its_successor_is_not_replaced(rig: Rig) -> None:
+    """Fault: two incarnations of a place stay; or none, when the successor fails."""
+    old = rig.supervisor.find(GroupId("mixed-0"))
+    rig.supervisor.hold(old)
+    rig.launcher.started[0].died.set()
+    await rig.seen.wait("down", 1)
+    rig.launcher.failures = [CorruptModel("cut off")]
+    with pytest.raises(CorruptModel):
+        await rig.supervisor.add(old.allotment, successor_of=old)
+    rig.supervisor.release(old)
+    await rig.seen.wait("up", 3)
+    assert [place.epoch for place in rig.supervisor.places()] == [3]

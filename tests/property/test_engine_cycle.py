@@ -15,10 +15,12 @@ pytestmark = pytest.mark.core
 
 
 class Couple:
-    """Both groups have both roles. Time hardly passes, so no lease lapses: as if the coordinator renewed them."""
+    """Both groups have both roles. No lease lapses: as if the coordinator renewed them."""
 
     def __init__(self, num_blocks: int) -> None:
         self.groups = {name: ToyEngine(num_blocks=num_blocks, name=name) for name in ("a", "b")}
+        for group in self.groups.values():
+            group.clock.tick_ns = 20_000_000
         self.handed: set[str] = set()
 
     def begin(self, name: str, source: str, prompt: list[int]) -> None:

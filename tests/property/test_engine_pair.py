@@ -188,6 +188,47 @@ def test_eviction_before_the_ticket_is_told() -> None:
     pair.check_rest()
 
 
+def test_eviction_before_another_ticket_is_told() -> None:
+    """Fault: the decode group died, another one's ticket came late, and it waited a whole lease for evicted blocks."""
+    pair = Pair(prefill_blocks=6)
+    prompt = list(range(16))
+    pair.begin("r", prompt, 4)
+    pair.prefill.run()
+    pair.prefill.engine.end_transfer(TransferId("r"), 1, "its decode group died")
+    pair.prefill.runner.sends.clear()
+    pair.prefill.submit(toy_request("other", [9] * 20, 2))
+    for report in [Sent(TransferId("r"), 1, seq, 0) for seq in range(4)]:
+        pair.prefill.engine.report(report)
+    pair.prefill.run()
+    expect = ExpectRequest(
+        transfer_id=TransferId("r"),
+        attempt=2,
+        source=toy_address("prefill"),
+        token_ids=prompt,
+        cache_salt="",
+        timeout_s=60,
+    )
+    another = ToyEngine(num_blocks=24, max_batch_tokens=7, name="decode")
+    pair.prefill.engine.send(another.engine.expect(expect, another.clock()), pair.prefill.clock())
+    failed = pair.prefill.step().transfers
+    assert [(e.attempt, e.state) for e in failed] == [(2, TransferState.FAILED)]
+    assert "evicted" in failed[0].reason
+
+
+def test_audit_counts_every_reference() -> None:
+    """Fault 1: a leak that each ledger on its own finds in order."""
+    pair = Pair()
+    pair.begin("r", list(range(16)), 4)
+    pair.prefill.step()
+    pair.decode.step()
+    for side in (pair.prefill, pair.decode):
+        assert side.engine.audit().broken == []
+    (leaked,) = pair.decode.engine.pool.lease(1)
+    assert "references" in pair.decode.engine.audit().broken[0]
+    pair.decode.engine.pool.release(leaked)
+    assert pair.decode.engine.audit().broken == []
+
+
 def test_lease_lapses_when_nobody_comes() -> None:
     """The source died before sending and the coordinator too: the destination's blocks come back by themselves."""
     pair = Pair()

@@ -1,4 +1,4 @@
-"""The fast operations against their naive float64 twins, with NaN in every slot that no token has filled."""
+"""The operations made of torch's against their naive float64 twins, with NaN in every slot that no token has filled."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import reference
+from kvferry.kernels.activation import silu_mul
 from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear, can_prepack
-from kvferry.kernels.norm import rms_norm
+from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import apply_rope_, inverse_frequencies, rope_angles, scale_llama3
 from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
 from kvferry.runtime.step import Row
+from tests.support.kernels import torch_alone
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
@@ -70,7 +72,8 @@ def test_attention(case: tuple[KVStorage, list[Row], int, int]) -> None:
         for block, slot in places(row, layout.block_size, row.start):
             k_cache[block, :, slot] = torch.randn(heads, layout.head_dim, generator=generator).to(dtype)
             v_cache[block, :, slot] = torch.randn(heads, layout.head_dim, generator=generator).to(dtype)
-    batch = make_batch(rows, storage)
+    with torch_alone():
+        batch = make_batch(rows, storage)
     num_tokens = len(batch.token_ids)
     q = torch.randn(num_tokens, heads * group, layout.head_dim, generator=generator).to(dtype)
     kv = torch.randn(num_tokens, 2 * heads, layout.head_dim, generator=generator).to(dtype)
@@ -127,7 +130,8 @@ def test_similar_lengths_share_a_call_and_outliers_do_not() -> None:
         count = -(-context // 16)
         rows.append(Row([0], context - 1, [BlockId(b) for b in range(used, used + count)], True))
         used += count
-    batch = make_batch(rows, KVStorage(layout, used, "cpu"))
+    with torch_alone():
+        batch = make_batch(rows, KVStorage(layout, used, "cpu"))
     assert [part.tokens for part in batch.decode] == [slice(0, 1), slice(1, 16)]
 
 
@@ -139,12 +143,18 @@ def test_similar_lengths_share_a_call_and_outliers_do_not() -> None:
     scale=st.sampled_from([1e-3, 1.0, 100.0]),
     seed=st.integers(0, 100),
 )
-def test_norm_and_linear(rows: int, width: int, dtype: torch.dtype, scale: float, seed: int) -> None:
+def test_small_operations(rows: int, width: int, dtype: torch.dtype, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(rows, width, generator=generator) * scale).to(dtype)
     weight = torch.randn(width, generator=generator).to(dtype)
     bound: dict[str, Any] = {"rtol": 2e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), reference.rms_norm(x, weight, 1e-6), **bound)
+    with torch_alone():
+        normed, total, product = rms_norm(x, weight, 1e-6), x.clone(), silu_mul(torch.cat((x, x.flip(0)), dim=1))
+        of_sum = add_norm_(total, x, weight, 1e-6)
+    torch.testing.assert_close(normed.double(), reference.rms_norm(x, weight, 1e-6), **bound)
+    assert torch.equal(total, x + x)
+    torch.testing.assert_close(of_sum.double(), reference.rms_norm(total, weight, 1e-6), **bound)
+    torch.testing.assert_close(product.double(), reference.silu_mul(x, x.flip(0)), **bound)
     matrix = torch.randn(24, width, generator=generator).to(dtype)
     for bias in (None, torch.randn(24, generator=generator).to(dtype)):
         expected = reference.linear(x, matrix, bias)

@@ -153,6 +153,7 @@ class World:
         self.coordinator.check_invariants()
         assert self.coordinator.in_flight == 0
         assert self.router.num_bookings == 0
+        assert self.coordinator.num_waiting == 0
         audits = {group.peer: await group.audit(1.0) for group in self.groups if group.alive}
         assert self.coordinator.audit(audits) == []
 

@@ -1,13 +1,18 @@
-"""Ranks whose links fail in one way each. Give them to a deployment as `Parts(rank_class="tests.support.faulty:…")`."""
+"""Ranks that are slow, or whose links fail in one way each. For `Parts(rank_class="tests.support.faulty:…")`."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.rank import Rank
+from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
 from kvferry.runtime.transfer.transport import LinkClosed, LinkName, ReceiveEnd, SendEnd, Transport
 
@@ -87,6 +92,36 @@ class _MuteTransport(_Wrapped):
 class _CutTransport(_Wrapped):
     def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> Any:
         raise LinkClosed(f"{name}: no route")
+
+
+class SlowRank(Rank):
+    """Takes its time for every step, as a large model does, and notes how many it has begun: points to be hit."""
+
+    STEP_S = 0.05
+
+    def __init__(self, model: str, config: EngineConfig, **options: Any) -> None:
+        super().__init__(model, config, **options)
+        self._note = steps_file(model, os.getpid())
+        self._num_steps = 0
+
+    def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        if plan.rows:
+            self._num_steps += 1
+            self._note.write_text(str(self._num_steps))
+            time.sleep(self.STEP_S)
+        return super().execute(plan, samples)
+
+
+def steps_file(model: str, pid: int) -> Path:
+    """Where a `SlowRank` notes its steps."""
+    return Path(model) / f"steps-{pid}"
+
+
+def num_steps(model: str, pid: int) -> int:
+    try:
+        return int(steps_file(model, pid).read_text() or 0)
+    except FileNotFoundError:
+        return 0
 
 
 class CorruptingRank(_FaultyRank):

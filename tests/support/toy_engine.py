@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from typing import Any
 
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
 from kvferry.runtime.engine import Engine
@@ -76,13 +75,14 @@ class ToyRunner:
 
 
 class Ticks:
-    """A clock that moves by a microsecond each time it is read."""
+    """A clock that moves by `tick_ns` each time it is read."""
 
-    def __init__(self) -> None:
-        self._ticks: Iterator[int] = itertools.count(1_000_000_000, 1_000)
+    def __init__(self, tick_ns: int = 1_000) -> None:
+        self.now_ns, self.tick_ns = 1_000_000_000, tick_ns
 
     def __call__(self) -> int:
-        return next(self._ticks)
+        self.now_ns += self.tick_ns
+        return self.now_ns
 
 
 def toy_address(name: str, epoch: int = 1) -> GroupAddress:
@@ -97,7 +97,7 @@ def toy_layout(block_size: int = 4) -> KVLayout:
 class ToyEngine:
     """An engine over a toy runner, stepped by hand."""
 
-    def __init__(self, num_blocks: int = 32, block_size: int = 4, name: str = "toy", **scheduler: int) -> None:
+    def __init__(self, num_blocks: int = 32, block_size: int = 4, name: str = "toy", **scheduler: Any) -> None:
         self.runner = ToyRunner(num_blocks, block_size)
         self.clock = Ticks()
         config = EngineConfig(

@@ -21,6 +21,7 @@ from kvferry.runtime.errors import InvalidArgument, ResourceMissing
 from kvferry.runtime.request import SamplingParams
 
 SERVER = {"target", "token-file", "tls", "tls-ca", "tls-cert", "tls-key", "timeout-s"}
+DOOR = SERVER - {"timeout-s"}
 SAMPLING = {
     "max-tokens",
     "min-tokens",
@@ -41,11 +42,17 @@ OPTIONS = {
         *("tls-cert", "tls-key", "tls-client-ca", "max-message", "ray-address", "dtype", "threads", "block-size"),
         *("kv-memory", "num-blocks", "prefix-caching", "max-batch-tokens", "max-sequences", "max-waiting"),
         *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum"),
-        *("metrics-port", "log-json", "disaggregate"),
+        *("metrics-port", "log-json", "disaggregate", "priority-step-s", "max-bypass", "drain-s"),
+        *("max-requests", "max-queue-s", "retry-budget", "max-unread", "slow-reader-s"),
     },
-    "generate": {"n", "json"} | SAMPLING | SERVER,
+    "generate": {"n", "json", "timeline", "priority", "retry-budget"} | SAMPLING | SERVER,
     "chat": {"system"} | SAMPLING | SERVER,
     "status": {"json", "audit"} | SERVER,
+    "chaos": {"minutes", "clients", "faults", "every-s", "seed", "max-tokens", "yes", "json"} | SERVER,
+    "drain": SERVER,
+    "scale": {"prefill", "decode", "mixed"} | SERVER,
+    "role": DOOR,
+    "restart": {"rolling"} | SERVER,
     "version": set(),
 }
 ENTRY = r"^[│ ] (?=--[a-z])"
@@ -110,7 +117,9 @@ def test_every_field_can_be_set() -> None:
         *("--threads", "10", "--block-size", "11", "--kv-memory", "12MiB", "--no-prefix-caching"),
         *("--max-batch-tokens", "13", "--max-sequences", "14", "--max-waiting", "15", "--max-context", "16"),
         *("--transport", "gloo", "--transfer-timeout-s", "17", "--blocks-per-message", "18", "--checksum"),
-        *("--metrics-port", "19", "--log-json", "--disaggregate", "never"),
+        *("--metrics-port", "19", "--log-json", "--disaggregate", "never", "--priority-step-s", "20"),
+        *("--max-bypass", "21", "--max-requests", "22", "--max-queue-s", "23", "--retry-budget", "24"),
+        *("--max-unread", "25MiB", "--slow-reader-s", "26", "--drain-s", "27"),
     )
     blocks = config_of("m", "--num-blocks", "5").engine.cache
     assert blocks.num_blocks == 5
@@ -123,6 +132,7 @@ def test_every_field_can_be_set() -> None:
 
     assert same(changed, ServeConfig(model="m"), "") == [".engine.cache.num_blocks"]
     assert (changed.engine.cache.kv_memory_bytes, changed.server.max_message_bytes) == (12 << 20, 9 << 20)
+    assert changed.limits.max_unread_bytes == 25 << 20
     assert changed.engine.transfer.timeout_s == 17
 
 

@@ -26,7 +26,7 @@ from kvferry.proto import kvferry_pb2 as pb
 from kvferry.runtime.errors import InvalidArgument, KvferryError
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import Logprob, SamplingParams, Usage
-from kvferry.runtime.timeline import Timeline
+from kvferry.runtime.timeline import Cause, Phase, Setback, Span, Timeline
 
 TOKEN = st.integers(0, (1 << 31) - 1)
 TEXT = st.text(max_size=20)  # hypothesis makes no lone surrogates by default in utf-8 mode
@@ -66,7 +66,14 @@ EVENT = (
     | st.builds(
         Completed,
         st.builds(Usage, COUNT, COUNT, COUNT, COUNT, COUNT),
-        st.builds(Timeline, COUNT, *[st.none() | COUNT] * 8, st.integers(1, 9)),
+        st.builds(
+            Timeline,
+            COUNT,
+            *[st.none() | COUNT] * 8,
+            st.integers(1, 9),
+            st.lists(st.builds(Span, st.sampled_from(Phase), COUNT, COUNT, TEXT), max_size=3),
+            st.lists(st.builds(Setback, st.sampled_from(Cause), TEXT, COUNT, st.integers(0, 127)), max_size=3),
+        ),
     )
 )
 GROUP = st.builds(
@@ -134,7 +141,7 @@ def test_one_list_of_sampling_parameters() -> None:
     """A parameter is added in one place and forgotten in another."""
     names = set(SamplingParams.__struct_fields__)
     assert {field.name for field in pb.Sampling.DESCRIPTOR.fields} == names
-    rest = {"messages", "token_ids", "timeout_s", "priority", "cache_salt", "request_id"}
+    rest = {"messages", "token_ids", "timeout_s", "priority", "cache_salt", "request_id", "retry_budget"}
     assert set(GenerateOptions.__annotations__) == names | rest
 
 

@@ -19,6 +19,7 @@ from kvferry.runtime.step import CloseLink, Discard, Import, OpenLink, Send, Ste
 from kvferry.runtime.transfer import link as link_module
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.links import Links
+from kvferry.runtime.transfer.secret import NO_SECRET, TAG_BYTES, tag
 from kvferry.runtime.transfer.span import HeadSpan
 from kvferry.runtime.transfer.staging import Staged, Staging
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkDown, LinkReport, Received, Sent
@@ -188,10 +189,11 @@ def test_discard_at_every_stage(groups: list[Group]) -> None:
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
-    def encode(header: link_module.MessageHeader) -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(header, **changes))
+    def seal(header: link_module.MessageHeader, secret: bytes) -> bytes:
+        data: bytes = msgspec.msgpack.encode(msgspec.structs.replace(header, **changes))
+        return tag(secret, data) + data
 
-    monkeypatch.setattr(link_module, "encode", encode)
+    monkeypatch.setattr(link_module, "seal", seal)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,30 @@ def test_header_that_does_not_match(
     two.open()  # makes it again
     two.source.step(StepPlan(3, sends=[message(2, [1, 2], [1, 2])]))
     assert isinstance(two.destination.wait(Received)[0], Received)
+
+
+@pytest.mark.parametrize("forged", ["no tag", "another secret", "another header's tag"])
+def test_header_of_a_stranger(groups: list[Group], monkeypatch: pytest.MonkeyPatch, forged: str) -> None:
+    """Fault 40: whoever gets bytes onto a link decides what a cache holds."""
+    real = link_module.seal
+
+    def seal(header: link_module.MessageHeader, secret: bytes) -> bytes:
+        if forged == "no tag":
+            return real(header, secret)[TAG_BYTES:]
+        if forged == "another secret":
+            return real(header, b"guessed")
+        data = real(header, NO_SECRET)[TAG_BYTES:]
+        return tag(NO_SECRET, data + b"x") + data
+
+    two = make_two("local", 1, 1)
+    groups += [two.source, two.destination]
+    monkeypatch.setattr(link_module, "seal", seal)
+    two.open()
+    two.source.step(StepPlan(1, sends=[message(0, [1, 2], [1, 2])]))
+    down = two.destination.wait(LinkDown)[0]
+    assert isinstance(down, LinkDown)
+    assert "does not know the cluster's secret" in down.reason
+    assert two.destination.links[0].staged_bytes == 0
 
 
 def test_every_send_is_reported(groups: list[Group]) -> None:

@@ -107,3 +107,10 @@ def test_statuses_of_grpc_itself(code: grpc.StatusCode, message: str, kind: type
     error = to_error(code, message, trailers, "host:1", 2.0)
     assert type(error) is kind
     assert message in str(error)
+
+
+def test_a_server_that_goes_away_in_the_middle_was_there() -> None:
+    """Fault: the user is told to check whether a server runs that has just answered half of the question."""
+    error = to_error(grpc.StatusCode.UNAVAILABLE, "Cancelling all calls", (), "host:1", None, begun=True)
+    assert type(error) is errors.GroupUnavailable
+    assert str(error).startswith("host:1 went away before the answer was complete")

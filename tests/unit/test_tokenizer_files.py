@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,23 @@ def test_unknown_gguf_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
         load_tokenizer(write_gguf(path, "gpt2", ["a", "b"], [1], merges=["a b"]))
     with pytest.raises(CorruptModel, match="tokenizer.ggml.merges must be an array"):  # noqa: RUF043
         load_tokenizer(write_gguf(path, "gpt2", ["a", "b"], [1, 1]))
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """Fault: one client's long prompt holds the interpreter's lock, and all streams stand still for seconds."""
+    tokenizer, ticks, done = load(tmp_path, config={}), 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    try:
+        before = ticks
+        tokenizer.encode("one two three " * 40_000)
+        assert ticks - before >= 10
+    finally:
+        done.set()
+        ticker.join(5)

@@ -39,7 +39,14 @@ def test_explicit_threads_win() -> None:
 
 
 def test_whole_cores_are_reserved_where_there_are_enough() -> None:
-    assert [p.cpus for p in allot(specs(2, 2), None, [8.0])] == [2.0, 2.0]
+    assert [p.cpus for p in allot(specs(2, 2), 1, [8.0])] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("nodes", [[2.0], [8.0], [8.0, 8.0]])
+def test_launch_leaves_room_to_grow(nodes: list[float]) -> None:
+    """Fault: all CPUs are reserved, so no group can ever be added, or restarted before its predecessor ends."""
+    allotments = allot(specs(1, 1), None, nodes)
+    assert sum(p.cpus for p in allotments) <= 0.8 * sum(nodes) + 1e-9
 
 
 def test_group_is_never_split_over_nodes() -> None:

@@ -16,6 +16,8 @@ from kvferry.cluster.service import (
     GenerateCall,
     GroupView,
     ModelView,
+    Operation,
+    OperationView,
     Started,
     StreamEvent,
 )
@@ -44,6 +46,9 @@ GROUP = GroupView(
     pids=[11, 12],
 )
 CLUSTER = ClusterView(model="toy", groups=[GROUP], num_requests=1, num_finished=2, num_failed=3, num_resumed=4)
+OPERATED = OperationView(
+    seconds=1.5, started=["decode-1@4"], ended=["decode-0@2"], num_moved=3, num_rerouted=0, num_resumed=1
+)
 MODEL = ModelView(
     model="toy",
     dtype="float32",
@@ -68,6 +73,7 @@ class FakeService:
         """A stream was closed before its end."""
         self.num_flooded = 0
         self.findings: list[str] = []
+        self.operations: list[Operation] = []
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
         self.calls.append(call)
@@ -129,6 +135,12 @@ class FakeService:
         if isinstance(self.failure, KvferryError):
             raise self.failure
         return CLUSTER
+
+    async def operate(self, operation: Operation) -> OperationView:
+        if self.failure is not None:
+            raise self.failure
+        self.operations.append(operation)
+        return OPERATED
 
     async def audit(self) -> list[str]:
         return self.findings

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 import kvferry
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.api.methods import SERVICES
+from kvferry.cluster.config import ServerOptions
 from kvferry.cluster.service import ClusterView, Completed, Delta, ModelView, Started
 from kvferry.runtime import errors
 from kvferry.runtime.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, Usage
@@ -243,6 +244,26 @@ async def test_slow_client(target: str, service: Any) -> None:
         assert service.num_flooded == seen < 1000
         call.cancel()
         await asyncio.wait_for(service.closed.wait(), CLOSES_WITHIN_S)
+
+
+async def test_a_client_that_stops_reading_loses_its_request_and_disturbs_nobody(service: Any) -> None:
+    """It holds its request's blocks for ever, holds up others on its connection, or never learns what became of it."""
+    server = make_server(service, "127.0.0.1", 0, ServerOptions(slow_reader_s=0.3))
+    await server.start()
+    async with (
+        kvferry.AsyncClient(f"127.0.0.1:{server.port}") as client,
+        contextlib.aclosing(client.stream("flood", timeout_s=60)) as stalled,
+    ):
+        await anext(stalled)
+        began = time.monotonic()
+        while not service.closed.is_set():
+            assert (await client.generate("abc")).outputs[0].text == "abc"
+            assert time.monotonic() - began < 10
+            await asyncio.sleep(0.02)
+        with pytest.raises(errors.ClientTooSlow, match="--slow-reader-s"):
+            async for _ in stalled:
+                pass
+    await server.stop(0)
 
 
 # ---------------------------------------------------------------- being there

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.cluster import cli
+from kvferry.cluster.service import Drain, Restart, Scale, SetRole
 from kvferry.runtime import errors
 
 pytestmark = pytest.mark.integration
@@ -112,3 +113,33 @@ async def test_chat_survives_a_refusal(
     assert await run(target, "chat") == 0
     assert [len(call.messages) for call in service.calls] == [1, 1]
     assert capsys.readouterr().out.count("too many") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "operation"),
+    [
+        (["drain", "decode-0", "--timeout-s", "5"], Drain(group="decode-0", timeout_s=5)),
+        (["drain", "decode-0"], Drain(group="decode-0", timeout_s=60)),
+        (["scale", "--prefill", "2", "--decode", "0"], Scale(prefill=2, decode=0, timeout_s=60)),
+        (["role", "decode-0", "mixed"], SetRole(group="decode-0", role="mixed")),
+        (["restart", "--rolling", "--timeout-s", "7"], Restart(timeout_s=7)),
+    ],
+)
+async def test_operations(
+    target: str, service: Any, capsys: pytest.CaptureFixture[str], words: list[str], operation: Any
+) -> None:
+    """Fault: a zero is taken for "as many as now", an option does not reach the server, or a figure is not told."""
+    assert await run(target, *words) == 0
+    assert service.operations == [operation]
+    out = capsys.readouterr().out
+    assert out.startswith("started decode-1@4; ended decode-0@2; 3 answers moved while they ran; 1 answers computed")
+    service.failure = errors.ResourceMissing("group decode-2 does not fit")
+    assert await run(target, *words) == 1
+    assert capsys.readouterr().err == "kvferry: group decode-2 does not fit\n"
+
+
+async def test_restart_needs_its_flag(target: str, service: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fault: somebody expects all groups to restart at once, and that is not what happens."""
+    assert await run(target, "restart") == 2
+    assert "--rolling" in capsys.readouterr().err
+    assert service.operations == []

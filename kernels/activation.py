@@ -1,0 +1,17 @@
+"""What stands between the linears of an MLP."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kvferry.kernels.cpu import operations as cpu
+from kvferry.kernels.cpu.available import kernels_for
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, where a row of gate_up is both, one after the other. `[rows, 2·D]` to a new `[rows, D]`."""
+    if gate_up.is_contiguous() and (lib := kernels_for(gate_up, gate_up.shape[1] // 2)) is not None:
+        return cpu.silu_mul(lib, gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,65 @@
+// What the dispatcher and the kernels of each instruction set share. Sizes and strides count elements unless said.
+//
+// Legend: T tokens, R rows, H query heads, N KV heads, G = H/N, D head dim, B block size.
+#pragma once
+#include <stdint.h>
+
+enum { kChunk = 128 };  // Positions attended to at once; the softmax of a query is put together from whole chunks.
+enum { kTileRows = 96 };  // Queries x G computed at once against a chunk, or one query if G is larger.
+
+// The contexts of one step's rows; the same for all layers. Mirrored in attention.py.
+struct Contexts {
+  int64_t num_tokens, num_tiles, num_heads, num_kv_heads, head_dim, block_size, block_stride;
+  int64_t tile_queries;          // queries of a tile
+  int64_t scratch_floats;        // of each thread
+  const int64_t* first_token;    // [R]
+  const int64_t* num_queries;    // [R]
+  const int64_t* start;          // [R] position of the first query
+  const int64_t* table_at;       // [R] where the row's blocks begin in `tables`
+  const int64_t* tables;         // blocks of all rows
+  const int64_t* partials_at;    // [R] first of the row's chunks in `partials`
+  const int64_t* tile_row;       // [tiles]
+  const int64_t* tile_first;     // [tiles] first query; of a row with one query: the chunk
+  const int64_t* slots;          // [T] where key head 0 of a token lies in a layer
+  float* scratch;                // [threads, scratch_floats]
+  float* partials;               // [chunks, N, G, D + 2]
+  int32_t* pending;              // [R, N] chunks not yet attended to, zero between calls
+};
+
+struct Attend {
+  const Contexts* contexts;
+  void* qkv;            // [T, H + 2N, D]; queries are rotated in place
+  const void* angles;   // [2, T, D/2]
+  const void* q_norm;   // [D] or null
+  const void* k_norm;   // [D] or null
+  void* cache;          // this layer of block 0
+  void* out;            // [T, H, D]
+  float eps;
+  int64_t next, joined;  // tickets: work to do, threads that came
+};
+
+struct AddNorm {
+  void* x;              // [rows, width]; delta is added in place
+  const void* delta;    // [rows, width] or null
+  const void* weight;   // [width]
+  void* out;            // [rows, width]
+  float eps;
+  int64_t rows, width, grain, next;
+};
+
+struct SiluMul {
+  const void* gate_up;  // [rows, 2 * width]
+  void* out;            // [rows, width]
+  int64_t rows, width, grain, next;
+};
+
+// One entry per dtype: float32, bfloat16. Each is run by all threads at once and takes work by tickets.
+struct Kernels {
+  int lanes;
+  void (*add_norm[2])(void*);
+  void (*silu_mul[2])(void*);
+  void (*rotate_and_write[2])(void*);
+  void (*attend[2])(void*);
+};
+
+static inline int64_t take(int64_t* ticket, int64_t count) { return __atomic_fetch_add(ticket, count, __ATOMIC_RELAXED); }

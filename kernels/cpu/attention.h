@@ -1,0 +1,390 @@
+// Attention of all rows of a step straight from their blocks: decode, prefill, with or without a cached prefix.
+//
+// A tile is some queries of a row with all G heads that share one KV head, as one matrix of up to kTileRows rows. It
+// walks its context in chunks of kChunk positions counted from 0. For each chunk, keys are turned into columns, scores
+// computed as a small matrix product, the softmax taken of this chunk alone, values weighted by a second product, and
+// the result merged with that of earlier chunks. A row with one query gives its chunks to several threads; the last one
+// to finish merges them, in order. Every query's result is so computed by the same operations in the same order,
+// whatever the tile, the batch and the number of threads.
+//
+// Slots behind a tile's last query are never read.
+#pragma once
+#include "api.h"
+#include "small.h"
+#include "vec.h"
+
+namespace {
+
+enum { kGroup = kCols * W };  // keys scored at once
+
+// Number types inside the products. Units are 32 bits: a float, or a pair of bfloat16 where the machine multiplies those.
+template <class T>
+struct Product;
+
+template <>
+struct Product<float> {
+  enum { kPerUnit = 1, kWidening = 1 };
+  INLINE vf add(vf sum, uint32_t a, vu b) { return sum + splat(as_float(a)) * (vf)b; }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Product<bf16> {
+  enum { kPerUnit = 2, kWidening = 1 };
+  INLINE vf add(vf sum, uint32_t a, vu b) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)splat(a), (__m512bh)b);
+  }
+};
+#else
+template <>
+struct Product<bf16> : Product<float> {
+  enum { kPerUnit = 1, kWidening = 2 };  // each pair becomes two floats
+};
+#endif
+
+// out[R, C * W] = a[R, depth] x b[depth, C * W]; strides in units.
+template <class T, int R, int C>
+void product_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* out, int64_t ldo, int64_t depth) {
+  vf sums[R][C] = {};
+  for (int64_t k = 0; k < depth; k++) {
+    vu bs[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) bs[c] = load<vu>(b + k * ldb + c * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) sums[r][c] = Product<T>::add(sums[r][c], a[r * lda + k], bs[c]);
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(out + r * ldo + c * W, sums[r][c]);
+}
+
+template <class T, int C>
+void product_columns(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* out, int64_t ldo,
+                     int64_t depth) {
+  for (; rows >= kRows; rows -= kRows, a += kRows * lda, out += kRows * ldo)
+    product_block<T, kRows, C>(a, lda, b, ldb, out, ldo, depth);
+  switch (rows) {
+    case 1: return product_block<T, 1, C>(a, lda, b, ldb, out, ldo, depth);
+    case 2: return product_block<T, 2, C>(a, lda, b, ldb, out, ldo, depth);
+    case 3: return product_block<T, 3, C>(a, lda, b, ldb, out, ldo, depth);
+    case 4: return product_block<T, 4, C>(a, lda, b, ldb, out, ldo, depth);
+    case 5: return product_block<T, 5, C>(a, lda, b, ldb, out, ldo, depth);
+  }
+}
+
+// columns: a multiple of 2W.
+template <class T>
+void product(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t columns, float* out, int64_t ldo,
+             int64_t depth) {
+  int64_t done = 0;
+  for (; done + kCols * W <= columns; done += kCols * W)
+    product_columns<T, kCols>(rows, a, lda, b + done, columns, out + done, ldo, depth);
+  for (; done < columns; done += 2 * W)
+    product_columns<T, 2>(rows, a, lda, b + done, columns, out + done, ldo, depth);
+}
+
+// The queries of a tile as rows of units.
+INLINE void pack_query(const float* q, uint32_t* to, int64_t dim) { memcpy(to, q, dim * sizeof(float)); }
+INLINE void pack_query(const bf16* q, uint32_t* to, int64_t dim) {
+  if (Product<bf16>::kPerUnit == 2) {
+    memcpy(to, q, dim * sizeof(bf16));
+  } else {
+    for (int64_t i = 0; i < dim; i++) to[i] = (uint32_t)q[i].bits << 16;
+  }
+}
+
+// Turns up to kGroup keys into columns `[units of a key, kGroup]`; the missing ones are zero.
+template <class T>
+void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t dim) {
+  int64_t units = dim * (int64_t)sizeof(T) / 4;
+  for (int64_t first = 0; first < kGroup; first += W) {
+    for (int64_t u = 0; u < units; u += W) {
+      vu v[W];
+      for (int i = 0; i < W; i++) v[i] = first + i < count ? load<vu>((const uint32_t*)keys[first + i] + u) : (vu){};
+      transpose(v);
+      for (int i = 0; i < W; i++) {
+        if (Product<T>::kWidening == 2) {
+          store(to + (u + i) * 2 * kGroup + first, v[i] << 16);
+          store(to + ((u + i) * 2 + 1) * kGroup + first, v[i] & 0xffff0000u);
+        } else {
+          store(to + (u + i) * kGroup + first, v[i]);
+        }
+      }
+    }
+  }
+}
+
+// Values as rows `[units of the positions, dim]`, in the order of load2.
+template <class T>
+INLINE void pack_value(const T* value, const T* following, uint32_t* to, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 2 * W) {
+    if (Product<T>::kPerUnit == 2) {
+      vu a = load<vu>(value + i), b = following ? load<vu>(following + i) : (vu){};
+      store(to + i, (a & 0xffffu) | (b << 16));
+      store(to + i + W, (a >> 16) | (b & 0xffff0000u));
+    } else {
+      vf a, b;
+      load2(value + i, a, b);
+      store(to + i, a);
+      store(to + i + W, b);
+    }
+  }
+}
+
+// Softmax numerators of one row of raw scores, of which `visible` count; the rest up to `padded` becomes 0.
+template <class T>
+void weigh(float* scores, uint32_t* weights, int64_t visible, int64_t padded, float scale, float* top, float* total) {
+  vf most = splat(-__builtin_inff()), sums = {};
+  for (int64_t t = visible; t < padded; t++) scores[t] = -__builtin_inff();
+  for (int64_t t = 0; t < padded; t += W) most = max(load<vf>(scores + t), most);
+  float m = most[0];
+  for (int i = 1; i < W; i++) m = most[i] > m ? most[i] : m;
+  for (int64_t t = 0; t < padded; t += 2 * W) {
+    vf a = exp((load<vf>(scores + t) - m) * scale), b = exp((load<vf>(scores + t + W) - m) * scale);
+    sums += a;
+    sums += b;
+    if (Product<T>::kPerUnit == 2) {
+#ifdef __AVX512BF16__
+      store((uint16_t*)weights + t, _mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#endif
+    } else {
+      store(weights + t, a);
+      store(weights + t + W, b);
+    }
+  }
+  *top = m;
+  *total = sum(sums);
+}
+
+// Of one query and head: the largest raw score, the sum of the numerators and the values weighted by them.
+struct Part {
+  float top, total;
+  float* values;  // [D] in the order of load2
+};
+
+INLINE void merge(Part& into, const Part& next, bool first, float scale, int64_t dim) {
+  if (first) {
+    into.top = next.top;
+    into.total = next.total;
+    memcpy(into.values, next.values, dim * sizeof(float));
+    return;
+  }
+  float top = next.top > into.top ? next.top : into.top;
+  float old_factor = exp(splat((into.top - top) * scale))[0], new_factor = exp(splat((next.top - top) * scale))[0];
+  into.top = top;
+  into.total = into.total * old_factor + next.total * new_factor;
+  for (int64_t i = 0; i < dim; i += W)
+    store(into.values + i, load<vf>(into.values + i) * old_factor + load<vf>(next.values + i) * new_factor);
+}
+
+template <class T>
+INLINE void finish(const Part& part, T* out, int64_t dim) {
+  float factor = 1.0f / part.total;
+  for (int64_t i = 0; i < dim; i += 2 * W)
+    store2(out + i, load<vf>(part.values + i) * factor, load<vf>(part.values + i + W) * factor);
+}
+
+// One tile of one KV head.
+template <class T>
+struct Tile {
+  int64_t row, head, first, queries;  // queries of the row: [first, first + queries)
+  int64_t chunk, last_chunk;          // to be attended to
+  int64_t position;                   // of the first query
+  bool split;                         // these chunks are not all: they are merged elsewhere
+
+  Tile(const Contexts& all, int64_t work) {
+    int64_t tile = work / all.num_kv_heads, count;
+    head = work % all.num_kv_heads;
+    row = all.tile_row[tile];
+    count = all.num_queries[row];
+    first = count == 1 ? 0 : all.tile_first[tile];
+    queries = count - first < all.tile_queries ? count - first : all.tile_queries;
+    position = all.start[row] + first;
+    last_chunk = (position + queries - 1) / kChunk;
+    split = count == 1 && last_chunk > 0;
+    chunk = 0;
+    if (count == 1) chunk = last_chunk = all.tile_first[tile];
+  }
+
+  int64_t length(int64_t c) const {  // positions of a chunk that some query sees
+    int64_t rest = position + queries - c * kChunk;
+    return rest < kChunk ? rest : kChunk;
+  }
+
+  void find_keys(const Contexts& all, const T* cache, int64_t c, const T** keys) const {
+    int64_t at = c * kChunk, block = at / all.block_size, slot = at % all.block_size;
+    const int64_t* table = all.tables + all.table_at[row];
+    const T* base = cache + head * all.block_size * all.head_dim;
+    for (int64_t i = 0, n = length(c); i < n; block++, slot = 0)
+      for (const T* span = base + table[block] * all.block_stride; slot < all.block_size && i < n; slot++, i++)
+        keys[i] = span + slot * all.head_dim;
+  }
+};
+
+template <class T>
+INLINE void prefetch(const T* p, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(p + i);
+}
+
+template <class T>
+class Worker {
+  const Attend& job;
+  const Contexts& all;
+  int64_t dim, group, units;
+  float scale;
+  const T* keys[2][kChunk];
+  int64_t num_next = 0;  // keys of the chunk after this one, in keys[1 - now]
+  int now = 0;
+  uint32_t *q, *packed, *weights;
+  float *scores, *fresh, *merged;
+  float *tops, *totals;
+
+ public:
+  Worker(const Attend& job, int64_t me) : job(job), all(*job.contexts), dim(all.head_dim) {
+    group = all.num_heads / all.num_kv_heads;
+    units = dim / Product<T>::kPerUnit;
+    scale = 1.0f / __builtin_sqrtf((float)dim);
+    int64_t rows = all.tile_queries * group;
+    float* p = all.scratch + me * all.scratch_floats;
+    auto part = [&](int64_t count) { float* at = p; p += count; return at; };
+    q = (uint32_t*)part(rows * dim);
+    packed = (uint32_t*)part(kChunk * dim);
+    weights = (uint32_t*)part(rows * kChunk);
+    scores = part(rows * kChunk);
+    fresh = part(rows * dim);
+    merged = part(rows * dim);
+    tops = part(rows);
+    totals = part(rows);
+  }
+
+  void run(int64_t* next_work) {
+    int64_t num_work = all.num_tiles * all.num_kv_heads, work = take(next_work, 1);
+    if (work < num_work) look_at(Tile<T>(all, work), Tile<T>(all, work).chunk);
+    while (work < num_work) {
+      int64_t following = take(next_work, 1);  // known early, so that its keys are on their way
+      Tile<T> tile(all, work);
+      load_queries(tile);
+      for (int64_t c = tile.chunk; c <= tile.last_chunk; c++) {
+        now ^= 1;
+        if (c < tile.last_chunk) {
+          look_at(tile, c + 1);
+        } else if (following < num_work) {
+          Tile<T> next(all, following);
+          look_at(next, next.chunk);
+        } else {
+          num_next = 0;
+        }
+        attend(tile, c);
+      }
+      if (tile.split) {
+        merge_split(tile);
+      } else {
+        write(tile);
+      }
+      work = following;
+    }
+  }
+
+ private:
+  void look_at(const Tile<T>& tile, int64_t chunk) {
+    tile.find_keys(all, (const T*)job.cache, chunk, keys[1 - now]);
+    num_next = tile.length(chunk);
+  }
+
+  T* out(const Tile<T>& tile, int64_t query) const {
+    return (T*)job.out + ((all.first_token[tile.row] + tile.first + query) * all.num_heads + tile.head * group) * dim;
+  }
+
+  float* partial(const Tile<T>& tile, int64_t chunk) const {
+    return all.partials + ((all.partials_at[tile.row] + chunk) * all.num_kv_heads + tile.head) * group * (dim + 2);
+  }
+
+  void load_queries(const Tile<T>& tile) {
+    int64_t stride = (all.num_heads + 2 * all.num_kv_heads) * dim;
+    const T* from = (const T*)job.qkv + (all.first_token[tile.row] + tile.first) * stride + tile.head * group * dim;
+    for (int64_t i = 0; i < tile.queries; i++)
+      for (int64_t g = 0; g < group; g++) pack_query(from + i * stride + g * dim, q + (i * group + g) * units, dim);
+  }
+
+  // One chunk of a tile: its part of each row's result, merged with the earlier ones or left for later.
+  void attend(const Tile<T>& tile, int64_t chunk) {
+    int64_t start = chunk * kChunk, length = tile.length(chunk), rows = tile.queries * group;
+    int64_t values = all.num_kv_heads * all.block_size * dim;  // from a key to its value
+    const T* const* mine = keys[now];
+    auto first_row = [&](int64_t position) { return position > tile.position ? (position - tile.position) * group : 0; };
+    for (int64_t t = 0; t < length; t += kGroup) {
+      int64_t count = length - t < kGroup ? length - t : kGroup, from = first_row(start + t);
+      for (int64_t i = 0; i < count; i++) prefetch(mine[t + i] + values, dim);
+      pack_keys(mine + t, count, packed, dim);
+      product<T>(rows - from, q + from * units, units, packed, kGroup, scores + from * kChunk + t, kChunk, units);
+    }
+    int64_t from = first_row(start), padded = (length + 2 * W - 1) / (2 * W) * (2 * W);
+    int64_t stride = kChunk / Product<T>::kPerUnit;
+    for (int64_t r = from; r < rows; r++) {
+      int64_t sees = tile.position + r / group + 1 - start;
+      weigh<T>(scores + r * kChunk, weights + r * stride, sees < length ? sees : length, padded, scale, fresh_top(r),
+               fresh_total(r));
+    }
+    enum { kStep = Product<T>::kPerUnit };
+    for (int64_t t = 0; t < length; t += kStep) {
+      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(keys[1 - now][i], dim);
+      const T* following = t + 1 < length ? mine[t + 1] + values : nullptr;
+      pack_value<T>(mine[t] + values, following, packed + t / kStep * dim, dim);
+    }
+    for (int64_t i = length; i < num_next; i++) prefetch(keys[1 - now][i], dim);
+    product<T>(rows - from, weights + from * stride, stride, packed, dim, fresh + from * dim, dim, (length + kStep - 1) / kStep);
+    if (tile.split) {
+      save(tile, chunk);
+    } else {
+      for (int64_t r = from; r < rows; r++) {
+        Part into = {tops[r], totals[r], merged + r * dim};
+        merge(into, Part{*fresh_top(r), *fresh_total(r), fresh + r * dim}, chunk == 0, scale, dim);
+        tops[r] = into.top;
+        totals[r] = into.total;
+      }
+    }
+  }
+
+  // The scores of a row are used up when these are written.
+  float* fresh_top(int64_t r) { return scores + r * kChunk; }
+  float* fresh_total(int64_t r) { return scores + r * kChunk + 1; }
+
+  void save(const Tile<T>& tile, int64_t chunk) {
+    float* to = partial(tile, chunk);
+    for (int64_t g = 0; g < group; g++, to += dim + 2) {
+      to[0] = *fresh_top(g);
+      to[1] = *fresh_total(g);
+      memcpy(to + 2, fresh + g * dim, dim * sizeof(float));
+    }
+  }
+
+  void write(const Tile<T>& tile) {
+    for (int64_t r = 0; r < tile.queries * group; r++)
+      finish(Part{tops[r], totals[r], merged + r * dim}, out(tile, r / group) + r % group * dim, dim);
+  }
+
+  // Whoever ends the last chunk of a row merges all of them.
+  void merge_split(const Tile<T>& tile) {
+    int64_t chunks = all.start[tile.row] / kChunk + 1;
+    int32_t* done = all.pending + tile.row * all.num_kv_heads + tile.head;
+    if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < chunks) return;
+    *done = 0;
+    for (int64_t g = 0; g < group; g++) {
+      Part into = {0, 0, merged};
+      for (int64_t c = 0; c < chunks; c++) {
+        float* from = partial(tile, c) + g * (dim + 2);
+        merge(into, Part{from[0], from[1], from + 2}, c == 0, scale, dim);
+      }
+      finish(into, out(tile, 0) + g * dim, dim);
+    }
+  }
+};
+
+template <class T>
+void attend(void* arg) {
+  Attend* job = (Attend*)arg;
+  Worker<T>(*job, take(&job->joined, 1)).run(&job->next);
+}
+
+}  // namespace

@@ -1,0 +1,41 @@
+"""Whether the kernels can be used: looked at once per process, and said once if torch's operations must do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from functools import cache
+
+import torch
+
+from kvferry.kernels.cpu.build import HERE, LIBRARY
+from kvferry.kernels.cpu.library import REMEDY, Unusable, load
+from kvferry.kernels.cpu.operations import DTYPES
+from kvferry.kernels.cpu.selftest import wrong_results
+
+SWITCH = "KVFERRY_CPU_KERNELS"
+"""Environment variable; `0` turns the kernels off."""
+_ALIGNMENT = 8
+"""Widths are multiples of it: two of the narrowest vectors."""
+
+
+def kernels_for(x: torch.Tensor, width: int) -> ctypes.CDLL | None:
+    """The kernels, if they take tensors like x whose rows are `width` long; else torch's operations are to be used."""
+    return library() if x.dtype in DTYPES and x.device.type == "cpu" and width % _ALIGNMENT == 0 else None
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """None where the kernels are turned off, missing or wrong."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        found = load(HERE / LIBRARY)
+        if wrong := wrong_results(found):
+            raise Unusable(f"{', '.join(wrong)} computed wrong results on this machine; {REMEDY}, or set {SWITCH}=0")
+    except Unusable as error:
+        message = f"the CPU kernels are not used, torch computes more slowly: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return None
+    return found

@@ -1,0 +1,95 @@
+// The C ABI: chooses the instruction set and the number of threads. dtype: 0 float32, 1 bfloat16.
+#include "api.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+extern "C" {
+extern const Kernels kvferry_baseline;
+#ifdef __x86_64__
+extern const Kernels kvferry_avx2, kvferry_avx512, kvferry_avx512bf16;
+#endif
+}
+
+namespace {
+
+// The best first.
+const Kernels* levels[4];
+int num_levels = 0, first_level = 0;
+
+__attribute__((constructor)) void find_levels() {
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) levels[num_levels++] = &kvferry_avx512bf16;
+  if (avx512) levels[num_levels++] = &kvferry_avx512;
+  if (avx2) levels[num_levels++] = &kvferry_avx2;
+#endif
+  levels[num_levels++] = &kvferry_baseline;
+}
+
+// The best that cuts `width` into pairs of vectors, or null.
+const Kernels* choose(int64_t width) {
+  for (int i = first_level; i < num_levels; i++)
+    if (width % (2 * levels[i]->lanes) == 0) return levels[i];
+  return nullptr;
+}
+
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+Parallel parallel = nullptr;
+
+void run(void (*kernel)(void*), void* job, int threads) {
+  if (threads > 1 && parallel) {
+    parallel(kernel, job, (unsigned)threads, 0);
+  } else {
+    kernel(job);
+  }
+}
+
+}  // namespace
+
+EXPORT const char* kvferry_build() { return KVFERRY_BUILD; }
+
+EXPORT int kvferry_levels() { return num_levels; }
+
+// For tests: leave out the best `level` instruction sets.
+EXPORT void kvferry_skip_levels(int level) { first_level = level < num_levels ? level : num_levels - 1; }
+
+// `GOMP_parallel` of the OpenMP that torch uses, so that both share one pool of threads. Without: one thread.
+EXPORT void kvferry_use_threads_of(void* gomp_parallel) { parallel = (Parallel)gomp_parallel; }
+
+// Floats that one thread needs for a tile of `rows` queries x G.
+EXPORT int64_t kvferry_scratch_floats(int64_t rows, int64_t head_dim) {
+  int64_t floats = rows * (3 * head_dim + 2 * kChunk + 2) + kChunk * head_dim;
+  return (floats + 31) / 32 * 32;  // so that each thread's begins on a cache line
+}
+
+// These return 0, or 1 for a width that is no multiple of 8.
+EXPORT int kvferry_add_norm(int dtype, void* x, const void* delta, const void* weight, void* out, float eps, int64_t rows,
+                            int64_t width, int threads) {
+  const Kernels* kernels = choose(width);
+  if (!kernels) return 1;
+  AddNorm job = {x, delta, weight, out, eps, rows, width, rows / (threads * 4) + 1, 0};
+  run(kernels->add_norm[dtype], &job, threads);
+  return 0;
+}
+
+EXPORT int kvferry_silu_mul(int dtype, const void* gate_up, void* out, int64_t rows, int64_t width, int threads) {
+  const Kernels* kernels = choose(width);
+  if (!kernels) return 1;
+  SiluMul job = {gate_up, out, rows, width, rows / (threads * 4) + 1, 0};
+  run(kernels->silu_mul[dtype], &job, threads);
+  return 0;
+}
+
+EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, const void* q_norm,
+                          const void* k_norm, float eps, void* cache, void* out, int threads) {
+  const Kernels* kernels = choose(contexts->head_dim);
+  if (!kernels) return 1;
+  Attend job = {contexts, qkv, angles, q_norm, k_norm, cache, out, eps, 0, 0};
+  run(kernels->rotate_and_write[dtype], &job, contexts->num_tokens >= 8 ? threads : 1);
+  job.next = job.joined = 0;
+  run(kernels->attend[dtype], &job, threads);
+  return 0;
+}

@@ -1,0 +1,14 @@
+// All kernels for one instruction set: compiled once for each, with KVFERRY_ISA as the name of the table.
+#include "attention.h"
+#include "small.h"
+
+extern "C" {
+extern const Kernels KVFERRY_ISA;
+const Kernels KVFERRY_ISA = {
+    W,
+    {add_norm<float>, add_norm<bf16>},
+    {silu_mul<float>, silu_mul<bf16>},
+    {rotate_and_write<float>, rotate_and_write<bf16>},
+    {attend<float>, attend<bf16>},
+};
+}

@@ -1,0 +1,98 @@
+// The small operations between linears. Each row is computed in one fixed order, whoever computes it.
+#pragma once
+#include "api.h"
+#include "vec.h"
+
+namespace {
+
+template <class T>
+void normalise(const T* x, const T* weight, T* out, int64_t width, float eps) {
+  vf squares_a = {}, squares_b = {}, a, b, wa, wb;
+  for (int64_t i = 0; i < width; i += 2 * W) {
+    load2(x + i, a, b);
+    squares_a += a * a;
+    squares_b += b * b;
+  }
+  float scale = 1.0f / __builtin_sqrtf(sum(squares_a + squares_b) / (float)width + eps);
+  for (int64_t i = 0; i < width; i += 2 * W) {
+    load2(x + i, a, b);
+    load2(weight + i, wa, wb);
+    store2(out + i, a * scale * wa, b * scale * wb);
+  }
+}
+
+template <class T>
+void add_norm(void* arg) {
+  AddNorm* job = (AddNorm*)arg;
+  const T* weight = (const T*)job->weight;
+  for (int64_t first; (first = take(&job->next, job->grain)) < job->rows;) {
+    int64_t stop = first + job->grain < job->rows ? first + job->grain : job->rows;
+    for (int64_t row = first; row < stop; row++) {
+      T* x = (T*)job->x + row * job->width;
+      if (job->delta) {
+        const T* delta = (const T*)job->delta + row * job->width;
+        for (int64_t i = 0; i < job->width; i += 2 * W) {
+          vf a, b, da, db;
+          load2(x + i, a, b);
+          load2(delta + i, da, db);
+          store2(x + i, a + da, b + db);
+        }
+      }
+      normalise(x, weight, (T*)job->out + row * job->width, job->width, job->eps);
+    }
+  }
+}
+
+template <class T>
+void silu_mul(void* arg) {
+  SiluMul* job = (SiluMul*)arg;
+  for (int64_t first; (first = take(&job->next, job->grain)) < job->rows;) {
+    int64_t stop = first + job->grain < job->rows ? first + job->grain : job->rows;
+    for (int64_t row = first; row < stop; row++) {
+      const T *gate = (const T*)job->gate_up + row * 2 * job->width, *up = gate + job->width;
+      T* out = (T*)job->out + row * job->width;
+      for (int64_t i = 0; i < job->width; i += 2 * W) {
+        vf a, b, ua, ub;
+        load2(gate + i, a, b);
+        load2(up + i, ua, ub);
+        store2(out + i, a / (1.0f + exp(-a)) * ua, b / (1.0f + exp(-b)) * ub);
+      }
+    }
+  }
+}
+
+// Turns the pair (i, i + D/2) of one head by its token's angle.
+template <class T>
+INLINE void rotate(const T* x, T* out, const T* cos, const T* sin, int64_t half) {
+  for (int64_t i = 0; i < half; i += W) {
+    vf left = load1(x + i), right = load1(x + half + i), c = load1(cos + i), s = load1(sin + i);
+    store1(out + i, left * c - right * s);
+    store1(out + half + i, right * c + left * s);
+  }
+}
+
+// Norms (if any) and rotates queries in place; norms and rotates keys into the cache, copies values there.
+template <class T>
+void rotate_and_write(void* arg) {
+  Attend* job = (Attend*)arg;
+  const Contexts* all = job->contexts;
+  int64_t heads = all->num_heads, kv_heads = all->num_kv_heads, dim = all->head_dim, half = dim / 2;
+  const T *cosines = (const T*)job->angles, *sines = cosines + all->num_tokens * half;
+  for (int64_t token; (token = take(&job->next, 1)) < all->num_tokens;) {
+    T* x = (T*)job->qkv + token * (heads + 2 * kv_heads) * dim;
+    T* slot = (T*)job->cache + all->slots[token];
+    const T *cos = cosines + token * half, *sin = sines + token * half;
+    for (int64_t head = 0; head < heads; head++, x += dim) {
+      if (job->q_norm) normalise(x, (const T*)job->q_norm, x, dim, job->eps);
+      rotate(x, x, cos, sin, half);
+    }
+    for (int64_t head = 0; head < kv_heads; head++, x += dim, slot += all->block_size * dim) {
+      if (job->k_norm) normalise(x, (const T*)job->k_norm, x, dim, job->eps);
+      rotate(x, slot, cos, sin, half);
+    }
+    for (int64_t head = 0; head < kv_heads; head++, x += dim, slot += all->block_size * dim)
+      memcpy(slot, x, dim * sizeof(T));
+  }
+}
+
+}  // namespace

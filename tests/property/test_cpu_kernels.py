@@ -1,0 +1,243 @@
+"""The C++ kernels against their naive float64 twins, for every instruction set that this machine has."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvferry.kernels import reference
+from kvferry.kernels.activation import silu_mul
+from kvferry.kernels.cpu import attention, operations
+from kvferry.kernels.cpu.available import kernels_for, library
+from kvferry.kernels.norm import add_norm_, rms_norm
+from kvferry.kernels.rope import inverse_frequencies, rope_angles
+from kvferry.runtime.ids import BlockId
+from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.step import Row
+from tests.support.kernels import num_levels, torch_alone, without_best
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built or are turned off")
+
+DTYPES = [torch.float32, torch.bfloat16]
+LEVELS = st.integers(0, num_levels() - 1)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many, however little there is to do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operations, "_PARALLEL_ELEMENTS", 0)
+            patch.setattr(attention, "_PARALLEL_SCORES", 0)
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: KVLayout
+    group: int
+    spans: list[tuple[int, int]]
+    """Start and number of tokens of each row."""
+    qk_norm: bool
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Contexts on both sides of a chunk's border (128), tiles' borders (96 / group queries), blocks' borders."""
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (2, 4), (3, 3)]))
+    layout = KVLayout(
+        num_layers=draw(st.integers(1, 2)),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([8, 16, 64, 96])),
+        block_size=draw(st.sampled_from([1, 3, 16])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+    )
+    start = st.one_of(st.integers(0, 40), st.sampled_from([126, 127, 128, 255, 256, 300]))
+    count = st.one_of(st.just(1), st.just(1), st.integers(2, 20), st.sampled_from([31, 33]))
+    spans = draw(st.lists(st.tuples(start, count), min_size=1, max_size=4))
+    return Case(layout, group, spans, draw(st.booleans()), draw(st.integers(0, 1000)))
+
+
+class Step:
+    """A case as tensors: a poisoned pool with scattered blocks, in which earlier steps' KV is written."""
+
+    def __init__(self, case: Case) -> None:
+        layout = case.layout
+        self.case, self.dtype = case, getattr(torch, layout.dtype)
+        generator = torch.Generator().manual_seed(case.seed)
+        lengths = [-(-(start + count) // layout.block_size) for start, count in case.spans]
+        free = torch.randperm(sum(lengths) + 2, generator=generator).tolist()
+        self.storage = KVStorage(layout, len(free), "cpu", poison=True)
+        self.layer = layout.num_layers - 1
+        self.keys, self.values = self.storage.layer(self.layer)
+        heads, dim = layout.rank_heads, layout.head_dim
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(self.dtype)
+
+        self.rows, self.qkv = [], []
+        for (start, count), length in zip(case.spans, lengths, strict=True):
+            table, free = [BlockId(b) for b in free[:length]], free[length:]
+            self.rows.append(Row([0] * count, start, table, True))
+            for p in range(start):
+                place = table[p // layout.block_size], slice(None), p % layout.block_size
+                self.keys[place], self.values[place] = random(heads, dim), random(heads, dim)
+            self.qkv.append(random(count, heads * (case.group + 2), dim))
+        self.norms = (random(dim), random(dim)) if case.qk_norm else (None, None)
+        self.frequencies = inverse_frequencies(dim, 10000.0)
+
+    def run(self, rows: list[int]) -> list[torch.Tensor]:
+        """Computes these rows in one batch; results in the same order."""
+        batch = make_batch([self.rows[i] for i in rows], self.storage)
+        qkv = torch.cat([self.qkv[i] for i in self._batch_order(rows)])
+        angles = rope_angles(batch.positions, self.frequencies, self.dtype)
+        assert batch.contexts is not None
+        out = batch.contexts.attend(qkv, angles, self.storage.slots[self.layer], *self.norms, 1e-5)
+        parts = out.split([len(self.qkv[i]) for i in self._batch_order(rows)])
+        by_row = dict(zip(self._batch_order(rows), parts, strict=True))
+        return [by_row[i] for i in rows]
+
+    def check(self, row: int, got: torch.Tensor, atol: float) -> None:
+        """Against the naive twins, which read the keys and values that the kernels wrote. First, last, some between."""
+        plan, heads = self.rows[row], self.case.layout.rank_heads * self.case.group
+        for i in {0, len(got) // 3, len(got) - 1}:
+            q = self.qkv[row][i, :heads].double()
+            if self.norms[0] is not None:
+                q = reference.rms_norm(q, self.norms[0], 1e-5)
+            q = reference.rope(q, plan.start + i, self.frequencies)
+            expected = reference.paged_attention(q[None], self.keys, self.values, plan.block_ids, plan.start + i)
+            torch.testing.assert_close(got[i].double(), expected[0], rtol=0, atol=atol)
+        assert not got.isnan().any()
+
+    def check_written(self, row: int, atol: float) -> None:
+        plan, layout = self.rows[row], self.case.layout
+        kv = self.qkv[row][:, layout.rank_heads * self.case.group :].double()
+        for i, (k, v) in enumerate(zip(kv[:, : layout.rank_heads], kv[:, layout.rank_heads :], strict=True)):
+            position = plan.start + i
+            place = plan.block_ids[position // layout.block_size], slice(None), position % layout.block_size
+            if self.norms[1] is not None:
+                k = reference.rms_norm(k, self.norms[1], 1e-5)
+            k = reference.rope(k, position, self.frequencies)
+            torch.testing.assert_close(self.keys[place].double(), k, rtol=0, atol=atol)
+            assert torch.equal(self.values[place].double(), v)
+
+    def _batch_order(self, rows: list[int]) -> list[int]:
+        size = self.case.layout.block_size
+        single = [i for i in rows if len(self.rows[i].token_ids) == 1]
+        longer = [i for i in rows if len(self.rows[i].token_ids) > 1]
+        single.sort(key=lambda i: -(-(self.rows[i].start + 1) // size), reverse=True)
+        return single + sorted(longer, key=lambda i: self.rows[i].start == 0)
+
+
+@settings(max_examples=40, deadline=None)
+@example(
+    Case(KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=3, dtype="float32"), 100, [(130, 2)], False, 1),
+    0,
+    2,
+)
+@given(cases(), LEVELS, st.integers(1, 3))
+def test_attention(case: Case, level: int, num_threads: int) -> None:
+    """Wrong positions, blocks, heads or masks; NaN from unfilled slots; chunks merged wrongly or by two threads."""
+    step, rows = Step(case), list(range(len(case.spans)))
+    loose = step.dtype == torch.bfloat16
+    with without_best(level), threads(num_threads):
+        got = step.run(rows)
+    for row in rows:
+        step.check_written(row, 0.15 if loose else 1e-4)
+        step.check(row, got[row], 0.08 if loose else 2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(), LEVELS)
+def test_a_row_is_the_same_in_every_batch_and_with_every_number_of_threads(case: Case, level: int) -> None:
+    step, rows = Step(case), list(range(len(case.spans)))
+    with without_best(level):
+        with threads(1):
+            alone = [step.run([row])[0] for row in rows]
+        for num_threads in (1, 2, 3):
+            with threads(num_threads):
+                together = step.run(rows)
+            assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_gives_the_same_in_one_piece_in_pieces_and_token_by_token(dtype: torch.dtype) -> None:
+    """Tiles, chunked prefill and decode are one computation: what is cached never shows in the result."""
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype=str(dtype).split(".")[1])
+    results = []
+    for cuts in ([0, 270], [0, 7, 130, 270], [*range(271)]):
+        step = Step(Case(layout, 3, [(0, 270)], True, 1))
+        pieces = []
+        whole, qkv = step.rows[0], step.qkv[0]
+        for start, stop in itertools.pairwise(cuts):
+            step.rows[0] = Row([0] * (stop - start), start, whole.block_ids, True)
+            step.qkv[0] = qkv[start:stop]
+            pieces += step.run([0])
+        results.append(torch.cat(pieces))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    width=st.sampled_from([8, 48, 576]),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1e-3, 1.0, 60.0]),
+    level=LEVELS,
+    num_threads=st.integers(1, 3),
+)
+def test_small_operations(
+    rows: int, width: int, dtype: torch.dtype, scale: float, level: int, num_threads: int
+) -> None:
+    """Rows left out or done twice, lanes out of order, exponentials that overflow."""
+    generator = torch.Generator().manual_seed(rows)
+    x, delta, up = ((torch.randn(rows, width, generator=generator) * scale).to(dtype) for _ in range(3))
+    weight = torch.randn(width, generator=generator).to(dtype)
+    bound = {"rtol": 8e-3 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
+    total = x + delta
+    with without_best(level), threads(num_threads):
+        torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), reference.rms_norm(x, weight, 1e-6), **bound)
+        normed = add_norm_(x, delta, weight, 1e-6)
+        product = silu_mul(torch.cat((delta, up), dim=1))
+    assert torch.equal(x, total)
+    torch.testing.assert_close(normed.double(), reference.rms_norm(total, weight, 1e-6), **bound)
+    torch.testing.assert_close(product.double(), reference.silu_mul(delta, up), **bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
+    """A broken model must be noticed at its logits: NaN may not become a number on the way."""
+    for level in range(num_levels()):
+        with without_best(level):
+            x = torch.ones(1, 64, dtype=dtype)
+            x[0, 5] = float("nan")
+            assert rms_norm(x, torch.ones(64, dtype=dtype), 1e-6).isnan().all()
+            assert silu_mul(x).isnan().sum() == 1
+            big = torch.tensor([[-3e38, -100.0, 100.0, 3e38, 0, 0, 0, 0, *[1.0] * 8]], dtype=dtype)
+            assert torch.equal(silu_mul(big)[0, :5], torch.tensor([0.0, 0.0, 100.0, 3e38, 0.0], dtype=dtype))
+
+
+def test_dtypes_and_widths_without_kernels_take_the_path_of_torch() -> None:
+    assert not kernels_for(torch.ones(1, 64, dtype=torch.float16), 64)
+    assert not kernels_for(torch.ones(1, 60), 60)
+    assert not kernels_for(torch.ones(1, 64, device="meta"), 64)
+    x, delta = torch.randn(3, 30), torch.randn(3, 30)
+    expected = reference.rms_norm(x + delta, torch.ones(30), 1e-6)
+    torch.testing.assert_close(add_norm_(x, delta, torch.ones(30), 1e-6).double(), expected, rtol=1e-5, atol=1e-6)
+    with torch_alone():
+        assert not kernels_for(torch.ones(1, 64), 64)
