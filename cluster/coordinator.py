@@ -163,19 +163,24 @@ class Coordinator:
     def open_transfers(self) -> set[TransferId]:
         return self._transfers.open_ids()
 
+    def check_door(self, num_coming: int = 0) -> None:
+        """Raises `QueueFull` when `num_coming` and those in flight are too many, `GroupUnavailable` when closed."""
+        if self._closing:
+            raise GroupUnavailable("the gateway is shutting down; ask another one")
+        num, limit = len(self._records) + num_coming, self._config.max_in_flight
+        if num >= limit:
+            raise QueueFull(
+                f"requests in flight={num}: at most {limit} (--max-requests); retry later",
+                retry_after_s=max(0.1, self._mean_request_s / limit),
+            ).explained(limit="requests")
+
     def start(self, request: Request) -> RequestStream:
         """Takes a request in.
 
         Raises `QueueFull` above `max_in_flight`, `max_queue_s` or for a deadline that cannot be met, `InvalidArgument`
         for an id in flight, `GroupUnavailable` when shutting down.
         """
-        if self._closing:
-            raise GroupUnavailable("the gateway is shutting down; ask another one")
-        if len(self._records) >= self._config.max_in_flight:
-            raise QueueFull(
-                f"requests in flight={len(self._records)}: at most {self._config.max_in_flight}; retry later",
-                retry_after_s=max(0.1, self._mean_request_s / self._config.max_in_flight),
-            ).explained(limit="requests")
+        self.check_door()
         name = engine_id(self._config.gateway, request.request_id)
         if name in self._records:
             raise InvalidArgument("request_id", request.request_id, "is in flight already", "use a new id")

@@ -40,6 +40,7 @@ from kvferry.cluster.service import (
     Started,
     StreamEvent,
 )
+from kvferry.cluster.stream import RequestStream
 from kvferry.cluster.telemetry import Metrics
 from kvferry.runtime.errors import Cancelled, GroupUnavailable, InvalidArgument, KvferryError
 from kvferry.runtime.ids import Epoch, GroupId, Peer
@@ -91,6 +92,7 @@ class Gateway:
         self._name = name
         self._spec = spec
         self._tokenizer: Tokenizer | None = None
+        self._num_reading = 0
         self._clock = WallClock()
         self._index = PrefixIndex()
         self.registry = Registry(RegistryConfig())
@@ -132,11 +134,10 @@ class Gateway:
 
     # ------------------------------------------------------------ Service
     async def generate(self, call: GenerateCall) -> AsyncIterator[StreamEvent]:
-        request = await self._request(call)
         outcome = "cancelled"
-        with structlog.contextvars.bound_contextvars(request_id=request.request_id):
+        with structlog.contextvars.bound_contextvars(request_id=call.request_id):
             try:
-                stream = self.coordinator.start(request)
+                request, stream = await self._start(call)
             except KvferryError as error:
                 self.metrics.refused(error)
                 raise
@@ -159,6 +160,16 @@ class Gateway:
                 raise
             finally:
                 self.metrics.ended(outcome, stream.timeline)
+
+    async def _start(self, call: GenerateCall) -> tuple[Request, RequestStream]:
+        """Prompts that are being tokenised count as in flight: they take memory and time as well."""
+        self.coordinator.check_door(self._num_reading)
+        self._num_reading += 1
+        try:
+            request = await self._request(call)
+        finally:
+            self._num_reading -= 1
+        return request, self.coordinator.start(request)
 
     async def _request(self, call: GenerateCall) -> Request:
         """Raises `InvalidArgument` naming the field."""

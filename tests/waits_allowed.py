@@ -44,6 +44,7 @@ ALLOWED: dict[str, str] = {
     "cluster/ray_groups.py RayLauncher.start await asyncio.to_thread()": "asks Ray, with a deadline of its own",
     "cluster/ray_groups.py _result await reference": "`call` and the supervisor put deadlines around it",
     "cluster/ray_groups.py _quietly await work": "cancelled when the load it shows is over, which has a deadline",
+    "cluster/gateway.py Gateway.generate async for stream": "the coordinator ends every stream",
     "cluster/stream.py RequestStream.__anext__ await self._ready.wait()": "the coordinator ends every stream",
     "cluster/supervisor.py Supervisor.usable await self._changed.wait()": "cancelled when the deployment is closed",
     "cluster/supervisor.py Supervisor._watch await asyncio.wait()": "one of the three watches silence, with a deadline",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from kvferry.cluster.config import ServeConfig
+from kvferry.cluster.config import LimitOptions, ServeConfig
 from kvferry.cluster.gateway import Gateway
 from kvferry.cluster.service import ChatMessage, GenerateCall
 from kvferry.runtime.config import EngineConfig, SchedulerConfig
-from kvferry.runtime.errors import GroupUnavailable, InvalidArgument
+from kvferry.runtime.errors import GroupUnavailable, InvalidArgument, QueueFull
 from kvferry.runtime.ids import Epoch, RequestId
 from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.request import SamplingParams
@@ -83,6 +84,31 @@ async def test_output_ends_with_the_context_of_the_smallest_group(tokenizer: Tok
         call = GenerateCall(request_id=RequestId("r"), token_ids=[1] * num_prompt, sampling=sampling)
         request = await made._request(call)
         assert (request.sampling.max_tokens, request.sampling.min_tokens) == (allowed, allowed)
+
+
+async def test_prompts_that_are_being_read_count(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overload: thousands of long prompts are tokenised at once, and refused only then."""
+    config = ServeConfig(model=MODEL, limits=LimitOptions(max_requests=1))
+    made = Gateway(config, "toy", load_spec(resolve_model(MODEL)))
+    made.set_tokenizer(tokenizer)
+    go_on = asyncio.Event()
+
+    async def slow(call: GenerateCall) -> list[int]:
+        await go_on.wait()
+        raise InvalidArgument("prompt", "a", "is bad")
+
+    monkeypatch.setattr(made, "_prompt", slow)
+    call = GenerateCall(request_id=RequestId("r"), prompt="a", sampling=SamplingParams())
+    first = asyncio.ensure_future(anext(made.generate(call)))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull) as refused:
+        await anext(made.generate(call))
+    assert refused.value.facts == {"limit": "requests"}
+    go_on.set()
+    with pytest.raises(InvalidArgument):
+        await first
+    with pytest.raises(InvalidArgument):
+        await anext(made.generate(call))
 
 
 async def test_deployment_that_starts_can_be_looked_at(tokenizer: Tokenizer) -> None:
