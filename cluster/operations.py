@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import get_args
+from typing import Protocol, get_args
 
 import msgspec
 import structlog
 
 from kvferry.cluster.config import MAX_GROUPS, GroupSpec, Role, ServeConfig
-from kvferry.cluster.gateway import Gateway
+from kvferry.cluster.coordinator import Coordinator
+from kvferry.cluster.registry import Registry
 from kvferry.cluster.service import Drain, Operation, OperationView, Restart, Scale, SetRole
 from kvferry.cluster.supervisor import Place, Supervisor
 from kvferry.cluster.topology import Allotment
@@ -32,6 +33,15 @@ MAX_DRAIN_S = 3600.0
 ROLES: tuple[Role, ...] = get_args(Role)
 
 _log = structlog.get_logger(__name__)
+
+
+class Gateway(Protocol):
+    """The part of `gateway.Gateway` that is used here."""
+
+    registry: Registry
+    coordinator: Coordinator
+
+    def set_role(self, peer: Peer, role: Role) -> None: ...
 
 
 class _Report(msgspec.Struct, kw_only=True):

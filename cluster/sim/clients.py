@@ -12,6 +12,7 @@ from kvferry.cluster.sim.trace import Trace
 from kvferry.cluster.stream import RequestStream
 from kvferry.runtime.errors import (
     Cancelled,
+    ClientTooSlow,
     DeadlineExceeded,
     GroupUnavailable,
     InvalidArgument,
@@ -183,6 +184,9 @@ class Client:
                 self._wrong(f"ended early: {error}; deadline {deadline_ns}, now {finished_ns}")
             self._trace.fault("deadline", self.plan.name)
             self._ends("deadline")
+        elif isinstance(error, ClientTooSlow) and self.plan.behaviour.pause_s:
+            self._trace.fault("client too slow", self.plan.name)
+            self._ends(error.label)
         elif self._may_give_up(error, stream.timeline.attempts, waited_ns):
             self._given_up(error)
         else:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvferry.cluster.operations import ROLES
+from kvferry.cluster.service import Drain, Operation, Restart, Scale, SetRole
 from kvferry.cluster.sim import checks
 from kvferry.cluster.sim.faults import Fault
 from kvferry.cluster.sim.gateway import SimGateway
 from kvferry.cluster.sim.group import SimGroup
-from kvferry.runtime.ids import Peer
+from kvferry.runtime.errors import KvferryError
 
 if TYPE_CHECKING:
     from kvferry.cluster.sim.world import World
@@ -31,7 +34,6 @@ class Disturbance:
         self._timed = sorted((f for f in faults if f.at_s is not None), key=lambda f: f.at_s or 0.0)
         self._counted = [f for f in faults if f.at_event is not None]
         self._over = False
-        self._draining: dict[Peer, None] = {}
         for fault in faults:
             if fault.at_s is None and fault.at_event is None:
                 self._trace.note("condition", fault)
@@ -56,8 +58,6 @@ class Disturbance:
                 group.go_on()
         for gateway in self._world.live_gateways():
             gateway.be_quiet()
-        for peer in list(self._draining):
-            self._drain(peer, False)
 
     def _strike(self, fault: Fault) -> None:
         if self._over:
@@ -67,10 +67,8 @@ class Disturbance:
         gateway = gateways[(fault.which >> 4) % len(gateways)]
         if fault.kind == "gateway death":
             self._kill_gateway(fault)
-        elif fault.kind == "scale up":
-            self._scale_up(fault)
-        elif fault.kind == "scale down":
-            self._scale_down(fault)
+        elif fault.kind in ("drain", "scale up", "scale down", "role change", "rolling restart"):
+            self._world.create_task(self._operate(fault), f"operation {fault.kind}")
         elif group is not None:
             self._strike_group(fault, group, gateway)
 
@@ -101,10 +99,6 @@ class Disturbance:
                 for stream in self._world.network.between(gateway.process, group.process):
                     self._trace.fault("slow gateway", gateway.name, group.peer)
                     stream.down.stalled_until = self._loop.time() + fault.amount
-            case "drain":
-                self._trace.fault("drain", group.peer)
-                self._drain(group.peer, True)
-                self._loop.call_later(fault.amount, self._drain, group.peer, False)
 
     def _stop(self, group: SimGroup, seconds: float) -> None:
         def go_on() -> None:
@@ -116,14 +110,6 @@ class Disturbance:
             self._trace.fault("stop", group.peer)
             group.process.stop()
             self._loop.call_later(seconds, go_on)
-
-    def _drain(self, peer: Peer, draining: bool) -> None:
-        if draining:
-            self._draining[peer] = None
-        else:
-            self._draining.pop(peer, None)
-        for gateway in self._world.live_gateways():
-            gateway.registry.drain(peer, draining)
 
     # ------------------------------------------------------------ membership
     def _kill_gateway(self, fault: Fault) -> None:
@@ -146,16 +132,45 @@ class Disturbance:
         if not self._over:
             self._world.add_gateway()
 
-    def _scale_up(self, fault: Fault) -> None:
-        name, role, shape = self._world.scenario.groups[fault.which % len(self._world.scenario.groups)]
-        self._trace.fault("scale up", role)
-        self._world.add_group(f"x{fault.which}-{name}", role, shape)
+    async def _operate(self, fault: Fault) -> None:
+        """One of an operator's changes; that it is refused is no failure."""
+        operation = self._operation(fault)
+        if operation is None:
+            return
+        try:
+            done = await self._world.operations.run(operation)
+        except KvferryError as error:
+            self._trace.note("operation refused", fault.kind, error.label)
+            return
+        self._trace.fault(fault.kind, len(done.started), len(done.ended))
+        self._trace.observed["sequence moved while it ran"] += done.num_moved
+        if fault.kind == "drain":
+            await self._bring_back()
 
-    def _scale_down(self, fault: Fault) -> None:
-        """One that was added gets no new work for a while, then goes."""
-        for group in self._world.live_groups():
-            if group.peer.group.startswith("x"):
-                self._trace.fault("scale down", group.peer)
-                self._drain(group.peer, True)
-                self._loop.call_later(fault.amount, group.process.end)
-                return
+    async def _bring_back(self) -> None:
+        with contextlib.suppress(KvferryError):  # a later operation may be under way
+            await self._world.operations.run(Restart(timeout_s=1.0))
+
+    def _operation(self, fault: Fault) -> Operation | None:
+        places = self._world.supervisor.places()
+        if not places:
+            return None
+        place = places[fault.which % len(places)]
+        role = place.spec.role
+        there = sum(p.spec.role == role for p in places)
+        match fault.kind:
+            case "drain":
+                return Drain(group=place.group, timeout_s=fault.amount)
+            case "role change":
+                return SetRole(group=place.group, role=ROLES[(fault.which >> 4) % len(ROLES)])
+            case "rolling restart":
+                return Restart(timeout_s=fault.amount)
+            case _:
+                number = max(0, there + (1 if fault.kind == "scale up" else -1))
+                counts = {role: number}
+                return Scale(
+                    prefill=counts.get("prefill"),
+                    decode=counts.get("decode"),
+                    mixed=counts.get("mixed"),
+                    timeout_s=fault.amount,
+                )

@@ -26,6 +26,8 @@ Kind = Literal[
     "drain",
     "scale up",
     "scale down",
+    "role change",
+    "rolling restart",
     "clock skew",
     "slow network",
     "slow links",
@@ -45,9 +47,11 @@ EVENTS: dict[Kind, int] = {
     "stop": 5,
     "slow worker": 3,
     "slow gateway": 2,
-    "drain": 2,
-    "scale up": 1,
-    "scale down": 1,
+    "drain": 3,
+    "scale up": 2,
+    "scale down": 2,
+    "role change": 3,
+    "rolling restart": 1,
 }
 """Faults of a moment, with their weights."""
 CONDITIONS: list[Kind] = [
@@ -118,6 +122,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     disaggregate: Literal["auto", "always", "never"]
     retry_budget: int
     max_in_flight: int
+    max_unread_bytes: int
+    crowded: bool
+    """There is no room for a group beside those that run."""
     transfer_timeout_s: float
     expect_timeout_s: float
     unavailable_timeout_s: float
@@ -135,8 +142,6 @@ LAYOUTS: list[list[tuple[str, Role]]] = [
     [("m0", "mixed"), ("m1", "mixed")],
     [("p0", "prefill"), ("d0", "decode"), ("m0", "mixed")],
 ]
-NUM_SPARE_SHAPES = 2
-"""For groups that are added."""
 
 
 def draw(seed: int) -> Scenario:
@@ -158,6 +163,8 @@ def draw(seed: int) -> Scenario:
         disaggregate=rng.choice(["auto", "always", "always"]),
         retry_budget=rng.choice([3, 50, 50, 50]),
         max_in_flight=rng.choice([4, 64, 64, 64]),
+        max_unread_bytes=rng.choice([2000, 1 << 20, 1 << 20]),
+        crowded=rng.random() < 0.2,
         transfer_timeout_s=rng.choice([0.2, 0.6, 1.5]),
         expect_timeout_s=rng.choice([0.02, 0.3]),
         unavailable_timeout_s=rng.choice([1.0, 20.0, 20.0]),
@@ -188,7 +195,7 @@ def _request(
     again = rng.random() < 0.15
     return PlannedRequest(
         at_s=rng.random() * span_s,
-        name=f"again{rng.randrange(3)}-{gateway}" if again else f"r{number}",
+        name=f"again{rng.randrange(3)}" if again else f"r{number}",
         gateway=gateway,
         prompt=prompt,
         n=rng.choice([1, 1, 1, 2, 3]),

@@ -13,7 +13,7 @@ from types import TracebackType
 import msgspec
 
 from kvferry.cluster import messages as m
-from kvferry.cluster.config import GroupSpec
+from kvferry.cluster.config import GroupSpec, Role
 from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.peer_stream import Call, CloseChannel, RemoteGroup
@@ -59,7 +59,7 @@ class SimGateway:
         self.index = PrefixIndex()
         self.router = Router(config.router)
         self.coordinator = Coordinator(self.registry, self.router, self.index, self.clock, config.coordinator)
-        self.clients: set[asyncio.Task[None]] = set()
+        self.clients: dict[asyncio.Task[None], None] = {}
         self.on_group_lost: Callable[[Peer, str], None] = lambda _peer, _reason: None
         """For streams that the supervisor does not watch."""
         self._noise = config.noise
@@ -130,7 +130,11 @@ class SimGateway:
         self.coordinator.on_group_down(peer, reason)
 
     def group_ended(self, peer: Peer, out_of_service: bool) -> None:
-        self.coordinator.on_group_down(peer, f"it was taken out, {out_of_service=}")
+        self.coordinator.on_group_down(peer, "taken out of service" if out_of_service else "it left")
+
+    # ------------------------------------------------------------ operations.Gateway
+    def set_role(self, peer: Peer, role: Role) -> None:
+        self.registry.set_role(peer, role)
 
     def on_frame(self, port: RemoteGroup, frame: m.StepFrame) -> None:
         noise, luck = self._noise, self._rng.random()

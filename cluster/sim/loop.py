@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple
@@ -13,8 +14,16 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+MAX_ROUNDS = 20_000
+"""Of callbacks within one moment: more is somebody who never waits."""
+
+
+ROUND_S = 1e-9
+"""That a round takes, so that waits of no length at all come to their end."""
+
+
 class Deadlock(RuntimeError):
-    """Everybody waits for something that cannot happen any more."""
+    """Everybody waits for something that cannot happen any more, or somebody never waits."""
 
 
 class _Waits:
@@ -22,11 +31,17 @@ class _Waits:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
+        self._num_rounds = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise Deadlock("everybody waits for something that cannot happen any more")
-        self._loop.now += timeout
+        self._loop.now += timeout + ROUND_S
+        if timeout > ROUND_S:
+            self._num_rounds = 0
+        self._num_rounds += 1
+        if self._num_rounds > MAX_ROUNDS:
+            raise Deadlock(f"time stands still for {self._num_rounds} rounds: {self._loop.shown_ready()}")
         return []
 
     def close(self) -> None:
@@ -35,6 +50,9 @@ class _Waits:
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """Runs callbacks of one moment in the order in which they were called for."""
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +66,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
+
+    def shown_ready(self) -> str:
+        return ", ".join(repr(handle) for handle in [*self._ready, *self._scheduled][:4])
 
     def _process_events(self, event_list: list[Any]) -> None:
         """There are none."""

@@ -16,12 +16,17 @@ class Trace:
     def __init__(self, keep: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._digest = 0
+        self._over = False
         self.num_events = 0
         self.observed: Counter[str] = Counter()
         """Faults that were seen to take effect, by kind."""
         self.failures: list[str] = []
         self._waiting: dict[int, list[Callable[[], None]]] = {}
         self.lines: deque[str] | None = deque(maxlen=KEPT_LINES) if keep else None
+
+    def over(self) -> None:
+        """The run has been judged; how it goes down (tasks are cancelled in no particular order) does not count."""
+        self._over = True
 
     def at_event(self, number: int, what: Callable[[], None]) -> None:
         """Calls right after the event of that number, or never."""
@@ -34,6 +39,8 @@ class Trace:
 
     def frame(self, sender: str, receiver: str, data: bytes) -> None:
         """A frame has arrived."""
+        if self._over:
+            return
         self._count()
         self._digest = zlib.crc32(data, zlib.crc32(b"%.9f" % self._loop.time(), self._digest))
         if self.lines is not None:
@@ -41,6 +48,8 @@ class Trace:
 
     def note(self, kind: str, *values: object) -> None:
         """Anything else that happens. `values` must look the same in every process."""
+        if self._over:
+            return
         self._count()
         text = f"{self._loop.time():9.4f} {kind} {' '.join(map(str, values))}"
         self._digest = zlib.crc32(text.encode(), self._digest)

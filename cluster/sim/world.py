@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 
-from kvferry.cluster.config import GroupSpec, Role
+import msgspec
+
+from kvferry.cluster.config import GroupSpec, ServeConfig
 from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.operations import Operations
 from kvferry.cluster.registry import RegistryConfig
 from kvferry.cluster.router import RouterConfig
 from kvferry.cluster.sim import checks
@@ -23,7 +25,7 @@ from kvferry.cluster.sim.network import Network
 from kvferry.cluster.sim.trace import Trace
 from kvferry.cluster.supervisor import Incarnation, OnProgress, Supervisor, SupervisorPolicy
 from kvferry.cluster.topology import Allotment
-from kvferry.runtime.errors import GroupUnavailable
+from kvferry.runtime.errors import GroupUnavailable, ResourceMissing
 from kvferry.runtime.ids import Epoch, GroupId, Peer
 
 HEARD_S = 0.015
@@ -67,9 +69,9 @@ class World:
         self.lost_capacity = False
         self._rng = random.Random(f"{self.seed}/world")
         self._skews = random.Random(f"{self.seed}/skews")
-        self._shapes = {name: shape for name, _, shape in scenario.groups}
         self._gateways_over: dict[str, asyncio.Event] = {}
-        self._spare_epochs = itertools.count(1_000_000)
+        self.operations: Operations
+        self.supervisor: Supervisor
         self._tasks = asyncio.TaskGroup()
         self._loop = asyncio.get_running_loop()
         if delay_s := scenario.amount("slow network"):
@@ -128,7 +130,10 @@ class World:
 
     # ------------------------------------------------------------ supervisor.Launcher
     async def allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
-        return [Allotment(spec=spec, threads=None, cpus=1.0) for spec in specs]
+        if self.scenario.crowded and self.live_groups():
+            self.trace.fault("no room for a group", *(spec.group for spec in specs))
+            raise ResourceMissing("no room")
+        return [_allotment(spec) for spec in specs]
 
     async def start(self, allotment: Allotment, epoch: Epoch, on_progress: OnProgress) -> Incarnation:
         spec = allotment.spec
@@ -137,17 +142,16 @@ class World:
             self.trace.fault("start failed", spec.group)
             raise GroupUnavailable(f"{spec.group} did not start")
         on_progress(1.0)
-        group = self.make_group(Peer(spec.group, epoch), spec.role, self._shapes[spec.group])
+        group = self.make_group(Peer(spec.group, epoch), spec.role, self._shape(spec))
         for gateway in self.live_gateways()[1:]:
             gateway.attach(group)
         return _Started(group)
 
-    def add_group(self, name: str, role: Role, shape: GroupShape) -> SimGroup:
-        """One that no supervisor watches."""
-        group = self.make_group(Peer(GroupId(name), Epoch(next(self._spare_epochs))), role, shape)
-        for gateway in self.live_gateways():
-            gateway.attach(group)
-        return group
+    def _shape(self, spec: GroupSpec) -> GroupShape:
+        shapes = self.scenario.groups
+        shape = next((shape for name, _, shape in shapes if name == spec.group), None)
+        shape = shape or next((shape for _, role, shape in shapes if role == spec.role), shapes[0][2])
+        return msgspec.structs.replace(shape, tp_size=spec.tp_size)
 
     def _on_group_lost(self, peer: Peer, _reason: str) -> None:
         """A gateway has lost its stream: the group is replaced, as the gateway's supervisor would do."""
@@ -160,6 +164,8 @@ class World:
         name = f"gateway-{len(self.gateways)}"
         config = GatewayConfig(
             coordinator=CoordinatorConfig(
+                gateway=name,
+                max_unread_bytes=scenario.max_unread_bytes,
                 max_in_flight=scenario.max_in_flight,
                 retry_budget=scenario.retry_budget,
                 retry_pause_s=0.01,
@@ -209,6 +215,7 @@ class World:
             await asyncio.sleep(REST_S + self.scenario.transfer_timeout_s)
             for finding in checks.at_rest(self):
                 self.trace.failed(finding)
+            self.trace.over()
 
     async def _client(self, client: Client, begin: float) -> None:
         plan: PlannedRequest = client.plan
@@ -217,21 +224,18 @@ class World:
         gateway = live[plan.gateway % len(live)]
         task = asyncio.current_task()
         assert task is not None
-        gateway.clients.add(task)
+        gateway.clients[task] = None
         try:
             await client.run(gateway)
         finally:
-            gateway.clients.discard(task)
+            del gateway.clients[task]
 
     @contextlib.asynccontextmanager
     async def _deployment(self) -> AsyncIterator[None]:
         for _ in range(self.scenario.num_gateways):
             self.add_gateway()
-        supervisor = Supervisor(
-            [
-                Allotment(spec=GroupSpec(GroupId(name), role, shape.tp_size), threads=None, cpus=1.0)
-                for name, role, shape in self.scenario.groups
-            ],
+        self.supervisor = supervisor = Supervisor(
+            [_allotment(GroupSpec(GroupId(name), role, shape.tp_size)) for name, role, shape in self.scenario.groups],
             self,
             self.gateways[0],
             secret=SECRET,
@@ -239,17 +243,23 @@ class World:
             policy=SupervisorPolicy(dead_after_s=4.0, connect_timeout_s=2.0, first_pause_s=0.05, max_pause_s=0.4),
             dial=self.gateways[0].dial,
         )
+        self.operations = Operations(ServeConfig(model="toy"), self.gateways[0], supervisor, lambda _: None)
         running = asyncio.get_running_loop().create_task(supervisor.run(), name="supervisor")
         try:
             await supervisor.usable()
             yield
         finally:
+            await self.operations.close()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             for over in self._gateways_over.values():
                 over.set()
             for group in self.live_groups():
                 group.process.end()
+
+
+def _allotment(spec: GroupSpec) -> Allotment:
+    return Allotment(spec=spec, threads=None, cpus=1.0)
 
 
 def _shown(context: dict[str, object]) -> str:

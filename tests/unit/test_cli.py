@@ -53,6 +53,7 @@ OPTIONS = {
     "scale": {"prefill", "decode", "mixed"} | SERVER,
     "role": DOOR,
     "restart": {"rolling"} | SERVER,
+    "sim": {"seed", "seeds", "minutes", "shrink", "trace"},
     "version": set(),
 }
 ENTRY = r"^[│ ] (?=--[a-z])"

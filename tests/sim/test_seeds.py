@@ -1,0 +1,35 @@
+"""A few hundred simulated clusters under faults.
+
+Guards against: tokens that differ from the undisturbed run; a request that hangs, ends twice or ends without a cause;
+blocks, leases, bookings or tasks left behind; an index that stays wrong; an engine that spins.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.cluster.sim.runner import simulate_many
+
+pytestmark = pytest.mark.core
+PER_TEST = 30
+SLOWLY = {"timeout": 110}
+
+
+@pytest.mark.parametrize("first", range(0, 300, PER_TEST))
+def test_simulated_clusters(first: int) -> None:
+    summary = simulate_many(range(first, first + PER_TEST))
+    shown = [f"kvferry sim --seed {report.seed}: {report.failures}" for report in summary.failed]
+    assert not shown, "\n".join(shown)
+
+
+def test_faults_are_observed_not_only_injected() -> None:
+    """Fault: a simulator that has stopped disturbing anything finds nothing for ever."""
+    observed = simulate_many(range(1000, 1120)).observed
+    wanted = {
+        *("group death", "gateway death", "stream cut", "link cut", "stop", "went on", "group unreachable"),
+        *("link message lost", "link message repeated", "link message overtaken", "clock skew", "slow step"),
+        *("frame lost", "frame repeated", "frame overtaken", "slow client", "cancel", "deadline", "preemption"),
+        *("no room for a transfer", "lease lapsed", "transfer failed", "request outlived a loss", "drain"),
+        *("scale up", "scale down", "role change", "rolling restart", "rank death", "sequence moved while it ran"),
+    }
+    assert not {kind for kind in wanted if not observed[kind]}
