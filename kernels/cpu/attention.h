@@ -96,11 +96,19 @@ INLINE void pack_query(const bf16* q, uint32_t* to, int64_t dim) {
   }
 }
 
-// Turns up to kGroup keys into columns `[units of a key, kGroup]`; the missing ones are zero.
+// To the second-level cache: what comes next does not fit the first beside what is worked on.
 template <class T>
-void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t dim) {
+INLINE void prefetch(const T* p, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+}
+
+// Turns up to kGroup keys into columns `[units of a key, kGroup]`; the missing ones are zero. Calls for `later` keys.
+template <class T>
+void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t dim, const T* const* later,
+               int64_t num_later) {
   int64_t units = dim * (int64_t)sizeof(T) / 4;
   for (int64_t first = 0; first < kGroup; first += W) {
+    for (int64_t i = first; i < first + W && i < num_later; i++) prefetch(later[i], dim);
     for (int64_t u = 0; u < units; u += W) {
       vu v[W];
       for (int i = 0; i < W; i++) v[i] = first + i < count ? load<vu>((const uint32_t*)keys[first + i] + u) : (vu){};
@@ -225,11 +233,6 @@ struct Tile {
 };
 
 template <class T>
-INLINE void prefetch(const T* p, int64_t dim) {
-  for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(p + i);
-}
-
-template <class T>
 class Worker {
   const Attend& job;
   const Contexts& all;
@@ -317,8 +320,7 @@ class Worker {
     auto first_row = [&](int64_t position) { return position > tile.position ? (position - tile.position) * group : 0; };
     for (int64_t t = 0; t < length; t += kGroup) {
       int64_t count = length - t < kGroup ? length - t : kGroup, from = first_row(start + t);
-      for (int64_t i = 0; i < count; i++) prefetch(mine[t + i] + values, dim);
-      pack_keys(mine + t, count, packed, dim);
+      pack_keys(mine + t, count, packed, dim, keys[1 - now] + t, num_next - t);
       product<T>(rows - from, q + from * units, units, packed, kGroup, scores + from * kChunk + t, kChunk, units);
     }
     int64_t from = first_row(start), padded = (length + 2 * W - 1) / (2 * W) * (2 * W);
@@ -330,11 +332,11 @@ class Worker {
     }
     enum { kStep = Product<T>::kPerUnit };
     for (int64_t t = 0; t < length; t += kStep) {
-      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(keys[1 - now][i], dim);
+      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(keys[1 - now][i] + values, dim);
       const T* following = t + 1 < length ? mine[t + 1] + values : nullptr;
       pack_value<T>(mine[t] + values, following, packed + t / kStep * dim, dim);
     }
-    for (int64_t i = length; i < num_next; i++) prefetch(keys[1 - now][i], dim);
+    for (int64_t i = length; i < num_next; i++) prefetch(keys[1 - now][i] + values, dim);
     product<T>(rows - from, weights + from * stride, stride, packed, dim, fresh + from * dim, dim, (length + kStep - 1) / kStep);
     if (tile.split) {
       save(tile, chunk);
