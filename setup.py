@@ -13,7 +13,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-BUILD = runpy.run_path(str(Path(__file__).with_name("kernels") / "cpu" / "build.py"))
+FOLDER = "kvferry/kernels/cpu"
+BUILD = runpy.run_path(str(Path(__file__).parent / FOLDER / "build.py"))
 NAME = "kvferry.kernels.cpu.libkvferry_cpu"
 
 
@@ -39,7 +40,7 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-sources = [f"kernels/cpu/{name}" for name in BUILD["SOURCES"]]
+sources = [f"{FOLDER}/{name}" for name in BUILD["SOURCES"]]
 setup(
     ext_modules=[Extension(NAME, sources, optional=True)],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},

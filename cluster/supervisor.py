@@ -310,7 +310,7 @@ class Supervisor:
     async def _silence(self, port: RemoteGroup) -> str:
         limit_s = self._policy.dead_after_s
         left_s = limit_s
-        while left_s > 0:
+        while left_s > 1e-3:  # less is rounding, and a sleep of that may end at the very same instant for ever
             await asyncio.sleep(left_s)
             left_s = limit_s - port.silent_s()
         return f"it has sent nothing for {limit_s} s"

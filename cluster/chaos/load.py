@@ -34,7 +34,7 @@ class Load:
         config: ChaosConfig,
         num_streams: int | None = None,
     ) -> None:
-        """`num_streams`: how many to start in all; `None`: until `finish`."""
+        """`num_streams`: how many to start in all, of each case in turn; `None`: of any case, until `finish`."""
         self._name = name
         self._target = target
         self._make_client = make_client
@@ -111,7 +111,8 @@ class Load:
         self, client: AsyncClient, number: int, count: int, rng: random.Random, tasks: asyncio.TaskGroup
     ) -> Stream:
         """Asks a question and waits for the end of its answer, whatever that is."""
-        case, name = self._cases[rng.randrange(len(self._cases))], f"{self._name}-{number}-{count}"
+        at = rng.randrange(len(self._cases)) if self._num_left is None else self._num_left % len(self._cases)
+        case, name = self._cases[at], f"{self._name}-{number}-{count}"
         stream = Stream(request_id=name, case=case, client=number, begin_ns=time.monotonic_ns())
         # Half of the answers begin with what the caches hold, half with nothing.
         task = tasks.create_task(self._read(client, stream, name if rng.random() < 0.5 else ""), name=name)

@@ -11,6 +11,8 @@ from kvferry.cluster.chaos.plan import FaultKind
 from kvferry.cluster.chaos.streams import Change, Fate, Outcome
 
 MAX_SHOWN = 10
+MAX_UNSTEADY = 0.25
+"""Share of the cases that may be answered in two ways without any fault, by rounding."""
 COLUMNS = (
     *("faults", "sent", "observed", "streams", "resumed", "failed", "changed"),
     *("gap p50", "gap p99", "total p50", "total p99"),
@@ -62,6 +64,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     dtype: str
     seed: int
+    num_cases: int
     seconds: float
     """Of load under faults."""
     interrupted: bool
@@ -81,18 +84,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[str]
     changes: list[Change]
     baseline_changes: list[Change]
-    """Answers that differed although nothing had been done yet."""
+    """Answers that differed although nothing had been done yet; those cases were asked no more."""
 
     @property
     def num_observed(self) -> int:
         return sum(cost.num_observed for cost in self.costs)
 
+    @property
+    def num_unsteady(self) -> int:
+        """Cases."""
+        return len({change.case for change in self.baseline_changes})
+
     def faults(self) -> list[str]:
         """Why this is not a success; empty when it is one."""
+        unsteady = self.num_unsteady if self.num_unsteady > MAX_UNSTEADY * self.run.num_cases else 0
         counts = (
             (len(self.failures), "failed streams"),
             (len(self.changes), "changed answers"),
-            (len(self.baseline_changes), "answers that changed before any fault"),
+            (unsteady, f"of {self.run.num_cases} answers that changed before any fault"),
             (len(self.run.left_behind), "things left behind"),
             (len(self.run.findings), "audit findings"),
         )
@@ -199,6 +208,11 @@ def lines(report: Report) -> list[str]:
     said += _some("failed", report.failures)
     for title, changes in (("changed", report.changes), ("changed before any fault", report.baseline_changes)):
         said += _some(title, [f"{c.request_id} (case {c.case}) at token {c.position}: {c.what}" for c in changes])
+    if report.baseline_changes:
+        said.append(
+            f"left out: {report.num_unsteady} of {report.run.num_cases} questions, whose answers are not steady even "
+            "without faults (rounding decides between two tokens)"
+        )
     if (report.changes or report.baseline_changes) and report.run.dtype != "float32":
         said.append(
             f"the deployment computes in {report.run.dtype}: other batches round differently there, and answers may "

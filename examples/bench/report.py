@@ -100,7 +100,7 @@ def recovery_section(recovery: Mapping[str, Any]) -> Section:
         ("SIGKILL to the next token of a stream: p50, p99, s", ", ".join(pauses)),
         ("the same 500 tokens of each as fresh prompts, to the first token: p50, p99, s", ", ".join(fresh)),
         ("SIGKILL to the server's knowing of the death, s", f"{r['noticed_s']:.2f}"),
-        ("SIGKILL to the surviving group's having work, s", f"{r['submitted_s']:.2f}"),
+        ("SIGKILL to the surviving group's first report of the work, s", f"{r['submitted_s']:.2f}"),
         ("SIGKILL to the next token of the first and of the last stream, s", f"{r['first_s']:.2f}, {r['last_s']:.2f}"),
         (
             "tokens that the surviving group had to read, and of these in its cache",

@@ -55,7 +55,9 @@ void product_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ld
 #pragma GCC unroll 8
       for (int c = 0; c < C; c++) sums[r][c] = Product<T>::add(sums[r][c], a[r * lda + k], bs[c]);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
     for (int c = 0; c < C; c++) store(out + r * ldo + c * W, sums[r][c]);
 }
 

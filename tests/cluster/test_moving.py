@@ -300,7 +300,9 @@ def _seeds(toy: Any) -> None:
 
 # ---------------------------------------------------------------- whole lives
 class Leaving(Case):
-    """As `Case`, and groups are emptied and leave, with or without a successor, among the other faults."""
+    """As `Case`, and groups are emptied and leave, with or without a successor, or change roles, among the other
+    faults.
+    """
 
     num_moved = num_resumed = num_left = 0
 
@@ -320,8 +322,10 @@ class Leaving(Case):
                 continue
             group = rng.choice(live)
             kind = rng.random()
-            if kind < 0.6:
+            if kind < 0.5:
                 await self.leave(group)
+            elif kind < 0.6:
+                self.world.registry.set_role(group.peer, rng.choice(["prefill", "decode", "mixed"]))
             elif self.loss and kind < 0.8:
                 self.kill(group)
             elif self.loss:

@@ -213,3 +213,11 @@ async def test_every_transfer_fails(
     assert prefill.output_tokens >= 25, "hardly any request was handed over"
     failed = [output for output in outputs if output.timeline.transfer_end_ns is not None]
     assert failed, "nobody has noticed that a transfer failed"
+
+
+async def test_a_swapped_block_is_seen(expected: Expected, tiny_model: str, shared_ray: str) -> None:
+    """Fault 19: a comparison that cannot see a block at the wrong place finds nothing when it passes."""
+    parts = Parts(rank_class="tests.support.faulty:SwappingRank")
+    cases = expected[0][:8], expected[1][:8]
+    with pytest.raises(AssertionError, match="prompt tokens"):
+        await serve_and_compare(cases, tiny_model, parts, ray_address=shared_ray, checksum=False)

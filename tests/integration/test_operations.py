@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -150,3 +152,28 @@ async def test_rolling_restart(make: Callable[..., Awaitable[Deployment]], llm: 
         assert after[group.group].state == "live"
         assert after[group.group].epoch > group.epoch
         await deployment.until(lambda pids=group.pids: not any(map(psutil.pid_exists, pids)))
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "decode-1"])
+async def test_death_during_a_drain(make: Callable[..., Awaitable[Deployment]], llm: LLM, victim: str) -> None:
+    """Fault: the group that leaves, or the one that takes over, dies in the middle, and a stream with it."""
+    deployment = await make(decode=2)
+    client, old = deployment.client, await deployment.group(victim)
+    wanted = llm.generate([call.prompt for call in CALLS], [call.sampling for call in CALLS])
+    streams = [Stream(deployment, call) for call in CALLS]
+    reads = [asyncio.create_task(stream.read()) for stream in streams]
+    await deployment.until(lambda: all(s.num_tokens >= 8 for s in streams))
+    draining = asyncio.create_task(client.drain("decode-0"))
+    await asyncio.sleep(0.02)
+    os.kill(old.pids[0], signal.SIGKILL)
+    await draining
+    for got, want in zip(await asyncio.gather(*reads), wanted, strict=True):
+        assert_same(got, want)
+    assert (await client.cluster()).num_failed == 0
+    if victim == "decode-1":
+        await deployment.until_replaced(old)
+    assert await roles(deployment) == {
+        "prefill-0": ("prefill", "live"),
+        "decode-0": ("decode", "drained"),
+        "decode-1": ("decode", "live"),
+    }

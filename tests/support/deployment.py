@@ -25,8 +25,9 @@ END_TIMEOUT_S = 20.0
 
 
 def serve_config(model: str, **fields: Any) -> ServeConfig:
-    """Flat options: those of `ServeConfig` and of the engine's parts. float32, one thread a rank, any free port."""
+    """Flat options: those of `ServeConfig` and of the engine's parts. float32, checksums, one thread, free ports."""
     homes = {"cache": CacheConfig, "scheduler": SchedulerConfig, "transfer": TransferConfig}
+    fields.setdefault("checksum", True)
     parts: dict[str, Any] = {}
     for name, kind in homes.items():
         parts[name] = kind(**{f: fields.pop(f) for f in kind.__struct_fields__ if f in fields})

@@ -89,6 +89,24 @@ class _MuteTransport(_Wrapped):
         return _Mute(self.inner.connect(name, destination, timeout_s))
 
 
+class _Swapping:
+    """A sending end that exchanges the halves of every payload: whole blocks, where there are several."""
+
+    def __init__(self, inner: SendEnd) -> None:
+        self._inner = inner
+
+    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
+        self._inner.send(header, payload.roll(payload.numel() // 2), timeout_s)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _SwappingTransport(_Wrapped):
+    def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> SendEnd:
+        return _Swapping(self.inner.connect(name, destination, timeout_s))
+
+
 class _CutTransport(_Wrapped):
     def connect(self, name: LinkName, destination: RankAddress, timeout_s: float) -> Any:
         raise LinkClosed(f"{name}: no route")
@@ -128,6 +146,12 @@ class CorruptingRank(_FaultyRank):
     """Payloads arrive damaged; give the deployment `checksum=True`."""
 
     wrap = _CorruptingTransport
+
+
+class SwappingRank(_FaultyRank):
+    """Blocks arrive whole, at each other's places; give the deployment `checksum=False`, or none arrives."""
+
+    wrap = _SwappingTransport
 
 
 class MuteRank(_FaultyRank):

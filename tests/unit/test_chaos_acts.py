@@ -60,6 +60,10 @@ class ToyService:
     def __init__(self, wrong: str = "") -> None:
         self.wrong = wrong
         self.num_asked = 0
+        self.asked: set[tuple[tuple[int, ...], int | None]] = set()
+        """Questions, once faults may come."""
+        self.unsteady: set[int | None] = set()
+        """Seeds of questions that are answered in two ways."""
         self.held: set[RequestId] = set()
         self.epochs = {"decode-0": 1, "decode-1": 1}
         self.states = dict.fromkeys(self.epochs, "live")
@@ -82,6 +86,7 @@ class ToyService:
         if "base" not in call.request_id and call.request_id.startswith("chaos-"):
             self.num_asked += 1
             wrong = self.wrong if self.num_asked % 3 == 0 else ""
+            self.asked.add((tuple(call.token_ids or []), call.sampling.seed))
         yield Started(call.request_id, call.token_ids or [])
         num = call.sampling.max_tokens
         for i in range(num):
@@ -90,6 +95,7 @@ class ToyService:
                 raise GroupUnavailable("no group lives")
             token = (sum(call.token_ids or []) + (call.sampling.seed or 0) + i * i) % 97
             token += wrong == "changes" and i == 0
+            token += "base" in call.request_id and call.sampling.seed in self.unsteady
             repeat = 2 if wrong == "repeats" and i == 1 else 1
             for _ in range(0 if wrong == "loses" and i == 0 else repeat):
                 yield Delta(0, [token], chr(97 + token % 26), finish_reason="length" if i == num - 1 else None)
@@ -203,6 +209,17 @@ async def test_planted_faults_are_noticed(wrong: str, said: str) -> None:
     faults = (await hurt(ToyService(wrong))).faults()
     assert len(faults) == 1, faults
     assert said in faults[0]
+
+
+async def test_questions_without_a_steady_answer_are_asked_no_more() -> None:
+    """Rounding, where two tokens are equally likely, is taken for a consequence of the faults."""
+    service = ToyService()
+    config = msgspec.structs.replace(CONFIG, num_prompts=3)
+    seeds = [case.sampling.seed for case in plan.make_cases(config, MODEL.vocab_size, [0], MODEL.max_context)]
+    service.unsteady = {seeds[1]}
+    report = await hurt(service, config)
+    assert (report.faults(), report.num_unsteady) == ([], 1)
+    assert {seed for _, seed in service.asked} == {None, seeds[3], seeds[5]}
 
 
 @pytest.mark.parametrize("deaf", [False, True])
