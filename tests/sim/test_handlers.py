@@ -282,3 +282,18 @@ def test_an_index_bears_whatever_it_is_told(story: list[tuple[Any, ...]]) -> Non
         except KvferryError as error:
             raise AssertionError(f"refused {kind}: {error}") from error
         index.check_invariants()
+
+
+@pytest.mark.parametrize("ahead_s", [-100, 0, 100])
+def test_deadlines_hold_between_skewed_clocks(ahead_s: int) -> None:
+    """Fault (found by seed 6): a worker whose clock is ahead ends requests long before their deadline."""
+    leader = Leader()
+    sent_ns = leader.now_ns - ahead_s * NS
+    request = toy_request("r", [1, 2, 3], 1000, arrival_ns=sent_ns, deadline_ns=sent_ns + NS, sent_ns=sent_ns)
+    leader.driver.handle("gateway", m.Submit([request]))
+    leader.step()
+    assert leader.toy.engine.next_deadline_ns() == NS + NS
+    leader.now_ns += NS
+    leader.step()
+    leader.step()
+    assert leader.driver.owners() == []
