@@ -207,9 +207,11 @@ class Record:
         assert not sequence.ended
         sequence.track.until(now_ns, Phase.ADMISSION)
         sequence.leg = self.new_leg(peer, placement)
-        return self.work(sequence, sequence.leg, handoff, transfer_id)
+        return self.work(sequence, sequence.leg, handoff, transfer_id, now_ns)
 
-    def work(self, sequence: Sequence, leg: Leg, handoff: bool, transfer_id: TransferId | None) -> SequenceRequest:
+    def work(
+        self, sequence: Sequence, leg: Leg, handoff: bool, transfer_id: TransferId | None, now_ns: int
+    ) -> SequenceRequest:
         """What the leg's group must be told.
 
         `transfer_id`: the transfer that brings its blocks, or with `handoff` the one that carries them away.
@@ -228,6 +230,7 @@ class Record:
             handoff_after=len(sequence.tokens) + 1 if handoff else None,
             transfer_id=None if handoff else transfer_id,
             sends_transfer_id=transfer_id if handoff else None,
+            sent_ns=now_ns,
         )
 
     def note_first_event(self, sequence: Sequence, leg: Leg, event: TokenEvent, now_ns: int) -> None:

@@ -214,7 +214,7 @@ class Mover:
         assert transfer is not None
         move.leg = record.new_leg(peer, move.placement)
         move.leg.behind = True
-        member.port.submit([record.work(sequence, move.leg, False, transfer.transfer_id)])
+        member.port.submit([record.work(sequence, move.leg, False, transfer.transfer_id, self._clock.now_ns())])
 
     async def _until(self, sequence: Sequence, holds: Callable[[], bool]) -> None:
         """For callers with a deadline."""

@@ -156,6 +156,8 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     sends_transfer_id: TransferId | None = None
     """On a prefill leg: the transfer that carries its blocks away. When the leg ends, what is not sealed by then will
     never be, and the transfer need not wait for it."""
+    sent_ns: int | None = None
+    """When it was sent, by the sender's clock. The receiver translates the instants above to its own clock."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

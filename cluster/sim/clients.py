@@ -30,14 +30,13 @@ DEADLINE_SLACK_NS = 2_000_000
 class Client:
     """One request: sent, read as planned, judged token for token while it is read."""
 
-    def __init__(self, plan: PlannedRequest, limits: Scenario, trace: Trace, max_skew_ns: int) -> None:
+    def __init__(self, plan: PlannedRequest, limits: Scenario, trace: Trace) -> None:
         self.plan = plan
         self.outcome = "not sent"
         self.tokens: list[list[int]] = [[] for _ in range(plan.n)]
         self._ended: list[FinishReason | None] = [None] * plan.n
         self._limits = limits
         self._trace = trace
-        self._max_skew_ns = max_skew_ns
         self._stopped = False
         self._left = False
         self._truth: list[list[int]] = []
@@ -180,7 +179,7 @@ class Client:
             self._ends("cancelled by its client")
         elif isinstance(error, DeadlineExceeded):
             deadline_ns = request.deadline_ns
-            if deadline_ns is None or finished_ns < deadline_ns - 2 * self._max_skew_ns - DEADLINE_SLACK_NS:
+            if deadline_ns is None or finished_ns < deadline_ns - DEADLINE_SLACK_NS:
                 self._wrong(f"ended early: {error}; deadline {deadline_ns}, now {finished_ns}")
             self._trace.fault("deadline", self.plan.name)
             self._ends("deadline")

@@ -41,7 +41,7 @@ Kind = Literal[
 EVENTS: dict[Kind, int] = {
     "group death": 6,
     "rank death": 2,
-    "gateway death": 3,
+    "gateway death": 6,
     "stream cut": 3,
     "link cut": 4,
     "stop": 5,
@@ -146,13 +146,13 @@ LAYOUTS: list[list[tuple[str, Role]]] = [
 
 def draw(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
-    faulty = rng.random() < 0.85
+    faulty = rng.random() < 0.8
     layout = rng.choice(LAYOUTS)
     shapes = [_shape(rng) for _ in layout]
     capacity = BLOCK_SIZE * min(shape.num_blocks for shape in shapes)
     span_s = rng.choice([0.05, 0.3, 1.0])
     shared = [rng.randrange(VOCAB) for _ in range(24)]
-    num_gateways = rng.choice([1, 1, 2, 3])
+    num_gateways = rng.choice([1, 2, 2, 3])
     requests = [
         _request(rng, number, num_gateways, shared, capacity, span_s) for number in range(rng.choice([1, 3, 6, 10, 14]))
     ]
@@ -165,7 +165,7 @@ def draw(seed: int) -> Scenario:
         max_in_flight=rng.choice([4, 64, 64, 64]),
         max_unread_bytes=rng.choice([2000, 1 << 20, 1 << 20]),
         crowded=rng.random() < 0.2,
-        transfer_timeout_s=rng.choice([0.2, 0.6, 1.5]),
+        transfer_timeout_s=rng.choice([0.2, 0.6, 1.5]) if faulty else 0.2,  # so that renewals are needed
         expect_timeout_s=rng.choice([0.02, 0.3]),
         unavailable_timeout_s=rng.choice([1.0, 20.0, 20.0]),
         requests=requests,

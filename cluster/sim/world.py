@@ -201,7 +201,7 @@ class World:
         self._loop.set_exception_handler(lambda _, context: self.trace.failed(f"unhandled: {_shown(context)}"))
         async with self._tasks, self._deployment():
             disturbance = Disturbance(self, self.scenario.faults)
-            clients = [Client(plan, self.scenario, self.trace, self.max_skew_ns) for plan in self.scenario.requests]
+            clients = [Client(plan, self.scenario, self.trace) for plan in self.scenario.requests]
             begin = self._loop.time()
             try:
                 async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:

@@ -12,7 +12,6 @@ from kvferry.cluster.sim.runner import simulate_many
 
 pytestmark = pytest.mark.core
 PER_TEST = 30
-SLOWLY = {"timeout": 110}
 
 
 @pytest.mark.parametrize("first", range(0, 300, PER_TEST))
