@@ -45,6 +45,9 @@ from kvferry.runtime.ids import Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import FinishReason, Request, TokenEvent
 from kvferry.runtime.timeline import Cause, Phase, Timeline
 
+MAX_RETRY_PAUSE_S = 5.0
+"""Else a large budget means pauses of hours."""
+
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Budgets and bounds of requests' lives."""
@@ -64,7 +67,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     retry_budget: int = 3
     """How often one sequence may be placed again after a loss or a refusal. A request may ask for less."""
     retry_pause_s: float = 0.1
-    """Before a group that had no room is asked again; doubles each time."""
+    """Before a group that had no room is asked again; doubles each time, up to `MAX_RETRY_PAUSE_S`."""
     transfer_timeout_s: float = 20.0
     """Lease of a transfer; renewed three times as often."""
     expect_timeout_s: float = 5.0
@@ -398,7 +401,7 @@ class Coordinator:
             return
         sequence.avoid.add(leg.peer)
         if isinstance(error, CapacityError):
-            pause_s = self._config.retry_pause_s * 2 ** (sequence.num_retries - 1)
+            pause_s = min(self._config.retry_pause_s * 2 ** (sequence.num_retries - 1), MAX_RETRY_PAUSE_S)
             sequence.pause_until_ns = self._clock.now_ns() + int(pause_s * 1e9)
         record.wake.set()
 

@@ -23,7 +23,7 @@ def at_rest(world: World) -> Iterator[str]:
     if not world.scenario.faults and (lapsed := [g.peer for g in groups if g.num_lapsed]):
         yield f"leases lapsed on {', '.join(map(str, lapsed))} although nothing happened"
     for task in asyncio.all_tasks():
-        if task.get_name().startswith(("request ", "snapshot ", "client ", "attach ")):
+        if task.get_name().startswith(("request ", "snapshot ", "client ")):
             yield f"task '{task.get_name()}' is left"
 
 

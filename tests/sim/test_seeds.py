@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.cluster.coordinator import MAX_RETRY_PAUSE_S, CoordinatorConfig
 from kvferry.cluster.sim.runner import simulate_many
+from tests.support import cluster_groups as groups
+from tests.support import cluster_world as world
 
 pytestmark = pytest.mark.core
 PER_TEST = 30
@@ -32,3 +35,22 @@ def test_faults_are_observed_not_only_injected() -> None:
         *("scale up", "scale down", "role change", "rolling restart", "rank death", "sequence moved while it ran"),
     }
     assert not {kind for kind in wanted if not observed[kind]}
+
+
+def test_pauses_between_retries_stay_short() -> None:
+    """Fault (seed 13988 of an earlier drawing): with a large budget the doubling pause grew to hours."""
+
+    async def life() -> None:
+        async with world.World(CoordinatorConfig(retry_budget=50)) as cluster:
+            port = cluster.up(groups.ManualPort("m", 1, "mixed"))
+            stream = cluster.coordinator.start(groups.request(max_tokens=2))
+            for refusals in range(30):
+                for _ in range(int(MAX_RETRY_PAUSE_S) + 1):
+                    await cluster.clock.sleep(1)
+                    cluster.frame(port)  # a sign of life
+                assert len(port.submitted) == refusals + 1
+                refused = world.event(port.submitted[-1].key, 0, None, error_label="queue_full", error_message="full")
+                cluster.frame(port, refused)
+            await stream.aclose()
+
+    world.run(life())
