@@ -15,6 +15,7 @@ from types import TracebackType
 import msgspec
 
 from kvferry.cluster.admission import Admission
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.findings import audit, check_invariants
 from kvferry.cluster.legs import Leg, Record, Sequence, engine_id, leave, request_of
 from kvferry.cluster.messages import Audit, StepFrame
@@ -26,7 +27,6 @@ from kvferry.cluster.registry import Change, Registry
 from kvferry.cluster.router import Router
 from kvferry.cluster.stream import RequestStream
 from kvferry.cluster.transfers import Transfers
-from kvferry.runtime.config import check_range
 from kvferry.runtime.errors import (
     CallerError,
     Cancelled,
@@ -44,43 +44,6 @@ from kvferry.runtime.errors import (
 from kvferry.runtime.ids import Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import FinishReason, Request, TokenEvent
 from kvferry.runtime.timeline import Cause, Phase, Timeline
-
-MAX_RETRY_PAUSE_S = 5.0
-"""Else a large budget means pauses of hours."""
-
-
-class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Budgets and bounds of requests' lives."""
-
-    max_in_flight: int = 1024
-    """Requests; one more is refused with `QueueFull`."""
-    gateway: str = ""
-    """A name that no other gateway of the cluster has, so that two requests of one id do not meet in an engine."""
-    max_queue_s: float = 120.0
-    """A request that is expected to wait longer is refused with `QueueFull`."""
-    priority_step_s: float = 10.0
-    """Head start that a step of priority gives among requests that wait."""
-    max_bypass: int = 16
-    """How many requests may pass one that waits for more room than there is."""
-    max_unread_bytes: int = 2 << 20
-    """Of one stream; beyond that its request ends with `ClientTooSlow`."""
-    retry_budget: int = 3
-    """How often one sequence may be placed again after a loss or a refusal. A request may ask for less."""
-    retry_pause_s: float = 0.1
-    """Before a group that had no room is asked again; doubles each time, up to `MAX_RETRY_PAUSE_S`."""
-    transfer_timeout_s: float = 20.0
-    """Lease of a transfer; renewed three times as often."""
-    expect_timeout_s: float = 5.0
-    unavailable_timeout_s: float = 60.0
-    """How long a request waits for a group to live."""
-
-    def __post_init__(self) -> None:
-        check_range("max_in_flight", self.max_in_flight, 1, 1 << 20)
-        check_range("retry_budget", self.retry_budget, 0, 1000)
-        check_range("retry_pause_s", self.retry_pause_s, 0.0, 60)
-        check_range("transfer_timeout_s", self.transfer_timeout_s, 0.01, 3600)
-        check_range("expect_timeout_s", self.expect_timeout_s, 0.01, 600)
-        check_range("unavailable_timeout_s", self.unavailable_timeout_s, 0.0, 3600)
 
 
 class Coordinator:
@@ -401,7 +364,7 @@ class Coordinator:
             return
         sequence.avoid.add(leg.peer)
         if isinstance(error, CapacityError):
-            pause_s = min(self._config.retry_pause_s * 2 ** (sequence.num_retries - 1), MAX_RETRY_PAUSE_S)
+            pause_s = self._config.pause_s(sequence.num_retries)
             sequence.pause_until_ns = self._clock.now_ns() + int(pause_s * 1e9)
         record.wake.set()
 

@@ -21,8 +21,9 @@ import structlog
 
 from kvferry.cluster import messages as m
 from kvferry.cluster.answers import Answer
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.config import GroupSpec, Role, ServeConfig
-from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
+from kvferry.cluster.coordinator import Coordinator
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.peer_stream import RemoteGroup
 from kvferry.cluster.prefix_index import PrefixIndex

@@ -13,8 +13,9 @@ from types import TracebackType
 import msgspec
 
 from kvferry.cluster import messages as m
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.config import GroupSpec, Role
-from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
+from kvferry.cluster.coordinator import Coordinator
 from kvferry.cluster.intake import Intake
 from kvferry.cluster.peer_stream import Call, CloseChannel, RemoteGroup
 from kvferry.cluster.prefix_index import PrefixIndex

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.config import GroupSpec, ServeConfig
-from kvferry.cluster.coordinator import CoordinatorConfig
 from kvferry.cluster.operations import Operations
 from kvferry.cluster.registry import RegistryConfig
 from kvferry.cluster.router import RouterConfig

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cluster.admission import MAX_LOOK, Admission, Line, Place
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router import Demand, Router, RouterConfig
 from kvferry.runtime.errors import QueueFull

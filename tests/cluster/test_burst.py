@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.cluster import admission
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.messages import StepFrame
 from kvferry.cluster.registry import RegistryConfig
 from kvferry.cluster.router import RouterConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.telemetry import Metrics
 from kvferry.runtime.errors import DeadlineExceeded, GroupUnavailable, QueueFull, RetriesExhausted
 from kvferry.runtime.timeline import Cause, Phase, Setback, Timeline

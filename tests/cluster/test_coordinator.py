@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.runtime.errors import (
     Cancelled,
     DeadlineExceeded,

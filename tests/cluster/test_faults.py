@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.registry import RegistryConfig
 from kvferry.runtime.errors import NoFreeBlocks, QueueFull, RetriesExhausted
 from kvferry.runtime.request import FinishReason, TokenEvent

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.registry import RegistryConfig
 from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks
 from kvferry.runtime.request import FinishReason, Request

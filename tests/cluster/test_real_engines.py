@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.kv_events import KvEventLog
 from kvferry.cluster.messages import Audit, StepFrame, decode_from_group, encode
 from kvferry.cluster.registry import RegistryConfig

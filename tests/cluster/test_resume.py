@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import decoders, models
 
 from kvferry.cluster.answers import Answer
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.client import Collector
-from kvferry.cluster.coordinator import CoordinatorConfig
 from kvferry.cluster.messages import StepFrame
 from kvferry.cluster.registry import RegistryConfig
 from kvferry.cluster.router import RouterConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster.coordinator import CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.stream import EVENT_BYTES
 from kvferry.runtime.errors import ClientTooSlow, GroupUnavailable, NoFreeBlocks
 from kvferry.runtime.request import FinishReason

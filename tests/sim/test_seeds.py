@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.cluster.coordinator import MAX_RETRY_PAUSE_S, CoordinatorConfig
+from kvferry.cluster.budgets import MAX_RETRY_PAUSE_S, CoordinatorConfig
 from kvferry.cluster.sim.runner import simulate_many
 from tests.support import cluster_groups as groups
 from tests.support import cluster_world as world

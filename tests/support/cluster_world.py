@@ -7,7 +7,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvferry.cluster.coordinator import Coordinator, CoordinatorConfig
+from kvferry.cluster.budgets import CoordinatorConfig
+from kvferry.cluster.coordinator import Coordinator
 from kvferry.cluster.messages import Load, StepFrame
 from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import Registry, RegistryConfig
