@@ -68,6 +68,8 @@ class World:
         self.gateways: list[SimGateway] = []
         self.lost_capacity = False
         self._rng = random.Random(f"{self.seed}/world")
+        self._last_change = 0.0
+        """Of membership."""
         self._skews = random.Random(f"{self.seed}/skews")
         self._gateways_over: dict[str, asyncio.Event] = {}
         self.operations: Operations
@@ -119,11 +121,13 @@ class World:
         )
         self.groups[peer] = group
         self.trace.note("group", peer, role)
+        self._last_change = self._loop.time()
         group.process.on_end(lambda: self._tell_peers(group))
         return group
 
     def _tell_peers(self, group: SimGroup) -> None:
         self.trace.note("group ends", group.peer)
+        self._last_change = self._loop.time()
         for other in self.live_groups():
             later_s = 0.02 + self._rng.random() * 0.12
             self._loop.call_later(later_s, other.process.do, lambda other=other: other.links.peer_died(group.peer))
@@ -213,9 +217,17 @@ class World:
                 self.trace.failed(f"requests hang: {waiting}")
             disturbance.end()
             await asyncio.sleep(REST_S + self.scenario.transfer_timeout_s)
+            await self._settled()
             for finding in checks.at_rest(self):
                 self.trace.failed(finding)
             self.trace.over()
+
+    async def _settled(self) -> None:
+        """A group that has just come or gone is not yet known to all. An operation may end that late."""
+        for _ in range(20):
+            if (left_s := self._last_change + REST_S - self._loop.time()) <= 0:
+                return
+            await asyncio.sleep(left_s)
 
     async def _client(self, client: Client, begin: float) -> None:
         plan: PlannedRequest = client.plan
