@@ -44,7 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_sequences: int = 64
     """Sequences that hold blocks at the same time."""
     max_waiting: int = 4096
-    """Sequences that may wait; one more is refused with `QueueFull`."""
+    """Sequences that may wait; one more is refused with `QueueFull`, unless it has begun elsewhere."""
     max_context: int | None = None
     """Prompt + output tokens of a sequence; `None`: what the model was trained for."""
     priority_step_s: float = 10.0

@@ -128,7 +128,7 @@ class Engine:
         if request.deadline_ns is not None and request.deadline_ns <= now_ns:
             raise DeadlineExceeded(f"request {request.key.request_id}: its deadline passed before it was queued")
         waiting, limit = len(self.scheduler.waiting), self.config.scheduler.max_waiting
-        if waiting >= limit:
+        if waiting >= limit and not request.output_token_ids:  # what has begun elsewhere is owed to its client
             retry = self.meters.seconds_to_prefill(self._waiting_tokens())
             raise QueueFull(f"{self.address.peer}: {waiting} sequences wait, at most {limit}", max(retry, 0.1))
 

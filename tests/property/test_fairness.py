@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +59,23 @@ def test_a_big_sequence_is_passed_a_bounded_number_of_times(max_bypass: int, len
         assert len(passed) <= max_bypass
     toy.run()
     assert toy.ends[big.key] == "length"
+
+
+def test_a_full_queue_takes_what_has_begun_elsewhere() -> None:
+    """A handed-over answer is refused again and again by a short queue, until its retries are used up."""
+    toy = ToyEngine(num_blocks=12, max_waiting=1)
+    holder, waiting = toy_request("holder", [42] * 16, 12), toy_request("waiting", BIG, 2, arrival_ns=1)
+    toy.submit(holder)
+    toy.step()
+    toy.submit(waiting)
+    begun = msgspec.structs.replace(toy_request("begun", [7, 8], 4), output_token_ids=toy_output([7, 8], 4)[:2])
+    toy.submit(begun)
+    toy.submit(toy_request("new", [9], 2))
+    toy.run()
+    assert {key.request_id: end for key, end in toy.ends.items()} == {
+        **dict.fromkeys(("holder", "waiting", "begun"), "length"),
+        "new": "queue_full",
+    }
 
 
 def test_transfers_leave_blocks_to_a_sequence_that_was_passed_often() -> None:
