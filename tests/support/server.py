@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,7 +30,9 @@ class Server:
         self._log = log
         with log.open("w") as stream:
             command = [*COMMAND, "serve", *arguments, "--log-json"]
-            self.process = subprocess.Popen(command, stdout=stream, stderr=stream)
+            # Not what tests of this process have set for a Ray of their own.
+            env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+            self.process = subprocess.Popen(command, stdout=stream, stderr=stream, env=env)
 
     def events(self) -> list[dict[str, str]]:
         lines = self._log.read_text().splitlines()

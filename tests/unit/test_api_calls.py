@@ -43,7 +43,7 @@ CALLS = [
 async def test_long_texts_do_not_stop_the_event_loop(method: str, request_: Any, answer: Any) -> None:
     """Fault: four megabytes of text stopped all streams for seconds, and live groups looked silent."""
     service: Any = SlowTokenizer()
-    call = asyncio.ensure_future(getattr(Calls(service), method)(request_, None))
+    call = asyncio.ensure_future(getattr(Calls(service, slow_reader_s=60.0), method)(request_, None))
     await asyncio.sleep(0.01)
     service.turned.set()
     assert await call == answer
