@@ -63,7 +63,7 @@ def make_plans(seed: int) -> list[Plan]:
 
 async def read(deployment: Deployment, plan: Plan, texts: dict[int, list[int]]) -> str:
     """Returns how it ended. Fills `texts` with the tokens of each sequence."""
-    num_tokens = 0
+    num_tokens, error = 0, None
     events = deployment.client.stream(plan.prompt, plan.sampling, timeout_s=plan.timeout_s or 120.0)
     try:
         async with asyncio.timeout(plan.leave_after_s), aclosing(events):
@@ -75,7 +75,9 @@ async def read(deployment: Deployment, plan: Plan, texts: dict[int, list[int]]) 
                     return "left after tokens"
     except TimeoutError:
         return "left before the first token" if num_tokens == 0 else "left in mid-stream"
-    except (DeadlineExceeded, QueueFull) as error:
+    except (DeadlineExceeded, QueueFull) as caught:
+        error = caught
+    if error is not None:
         assert plan.timeout_s is not None, "the server took two minutes"
         assert isinstance(error, DeadlineExceeded) or "its deadline is in" in str(error)  # it could not be met
         return "deadline"
