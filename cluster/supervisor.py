@@ -44,7 +44,7 @@ class SupervisorPolicy(msgspec.Struct, frozen=True, kw_only=True):
     healthy_after_s: float = 60.0
     """A group that lived so long starts with the shortest pause again."""
     max_first_starts: int = 3
-    """A group that has never lived is given up, and the launch fails, after so many tries."""
+    """A group that has never lived is given up after so many tries; the launch fails if a role has no other."""
 
 
 class Incarnation(Protocol):
@@ -156,11 +156,13 @@ class Supervisor:
 
     async def usable(self) -> None:
         """Returns once each role of the deployment has a live group."""
-        wanted = {allotment.spec.role for allotment in self._allotments}
-        roles = {allotment.spec.group: allotment.spec.role for allotment in self._allotments}
-        while not wanted <= {roles.get(peer.group) for peer in self._live}:
+        while not self._serves():
             self._changed.clear()
             await self._changed.wait()
+
+    def _serves(self) -> bool:
+        roles = {allotment.spec.group: allotment.spec.role for allotment in self._allotments}
+        return set(roles.values()) <= {roles.get(peer.group) for peer in self._live}
 
     # ------------------------------------------------------------ changes
     def places(self) -> list[Place]:
@@ -249,8 +251,9 @@ class Supervisor:
             except KvferryError as error:
                 reason = str(error)
                 self._observer.group_down(peer, reason)
-                hopeless = not isinstance(error, TransientError) or num_tries >= policy.max_first_starts
-                if hopeless and not place.up.done():
+                # Bad luck of one group at the start does not end a deployment that serves without it.
+                luckless = num_tries >= policy.max_first_starts and not (place.initial and self._serves())
+                if (luckless or not isinstance(error, TransientError)) and not place.up.done():
                     raise
             _log.warning("group_died", peer=str(peer), reason=reason)
             if place.leaving:

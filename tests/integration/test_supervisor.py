@@ -194,6 +194,24 @@ async def test_first_start_is_tried_a_few_times() -> None:
     await rig.stop()
 
 
+async def test_a_group_that_does_not_come_up_does_not_end_what_serves_without_it() -> None:
+    """Fault: a busy machine lets one of two groups fail a few times at the start, and ends the other one."""
+    rig, failures = Rig(groups=2), [GroupUnavailable("busy")] * 6
+    start = rig.launcher.start
+
+    async def unlucky(allotment: Allotment, epoch: Epoch, on_progress: OnProgress) -> ToyGroup:
+        if allotment.spec.group == "mixed-1" and failures:
+            await rig.seen.wait("up", 1)
+            raise failures.pop()
+        return await start(allotment, epoch, on_progress)
+
+    rig.launcher.start = unlucky  # type: ignore[method-assign]
+    await rig.seen.wait("up", 8)
+    assert not failures
+    assert not rig.run.done()
+    await rig.stop()
+
+
 async def test_group_that_has_lived_is_never_given_up(rig: Rig) -> None:
     """Fault: a passing lack of resources at a restart ends the whole deployment."""
     rig.launcher.failures = [GroupUnavailable("died") for _ in range(5)] + [CorruptModel("disk hiccup")]
