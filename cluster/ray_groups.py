@@ -153,14 +153,16 @@ class RayLauncher:
     def _allot(self, specs: Sequence[GroupSpec]) -> list[Allotment]:
         for cpus in (self._cpus, MIN_CPU_SHARE):
             trials = [placement_group([{"CPU": cpus}] * spec.tp_size, strategy="STRICT_PACK") for spec in specs]
-            homeless = [spec for spec, trial in zip(specs, trials, strict=True) if not trial.wait(TRIAL_TIMEOUT_S)]
+            pairs = zip(specs, trials, strict=True)
+            homeless = next((spec for spec, trial in pairs if not trial.wait(TRIAL_TIMEOUT_S)), None)
             for trial in trials:
                 remove_placement_group(trial)
-            if not homeless:
+            if homeless is None:
                 return [Allotment(spec=spec, threads=self._options.engine.threads, cpus=cpus) for spec in specs]
+        assert homeless is not None
         raise ResourceMissing(
-            f"group {homeless[0].group} does not fit: its {homeless[0].tp_size} ranks need "
-            f"{homeless[0].tp_size * MIN_CPU_SHARE:.1f} free CPUs on one node of the Ray cluster, whose free resources "
+            f"group {homeless.group} does not fit: its {homeless.tp_size} ranks need "
+            f"{homeless.tp_size * MIN_CPU_SHARE:.1f} free CPUs on one node of the Ray cluster, whose free resources "
             f"are {_free_resources()}; add nodes, or drain other groups first"
         )
 

@@ -183,7 +183,7 @@ async def test_overload_is_refused_with_the_time_to_come_back(tiny_model: str, s
         ray_address=shared_ray,
         block_size=BLOCK,
         num_blocks=POOL_FOR_8,
-        limits=LimitOptions(max_queue_s=0.5),
+        limits=LimitOptions(max_queue_s=0.1),  # 400 requests at once need seconds
     )
     sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     async with Deployment(config) as deployment:
