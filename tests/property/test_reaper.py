@@ -164,7 +164,10 @@ def act(side: ToyEngine, action: tuple[Any, ...]) -> None:
         case ("submit", name, attempt, takes, sends):
             extra = {"transfer_id": TransferId(name)} if takes else {}
             extra |= {"sends_transfer_id": TransferId(name), "handoff_after": 1} if sends and not takes else {}
-            side.submit(toy_request(name, prompt_of(name), 5, attempt=attempt, **extra))
+            request = toy_request(name, prompt_of(name), 5, attempt=attempt, **extra)
+            if engine.scheduler.get(request.key) is None:
+                side.tokens.pop(request.key, None)  # of one that has ended: it is said again, from the beginning
+            side.submit(request)
         case ("cancel", name, attempt):
             engine.cancel(SequenceKey(RequestId(name), 0, attempt))
         case ("expect", name, attempt, source):
