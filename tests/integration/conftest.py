@@ -10,6 +10,9 @@ import pytest
 from tests.support.deployment import assert_no_new_children, children
 from tests.support.tiny_model import save_tiny_model
 
+# Before Ray is imported: it reads this once. A server in a process of its own does not get it (`tests.support.server`).
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
 
 @pytest.fixture(autouse=True)
 def no_process_left() -> Iterator[None]:
@@ -27,7 +30,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def shared_ray() -> Iterator[str]:
     """Address of a Ray cluster to join: saves each deployment the seconds that Ray takes to start."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
