@@ -13,9 +13,9 @@ from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
 from kvferry.runtime.model.fit import resolve_dtype, resolve_max_context, resolve_num_blocks
-from kvferry.runtime.model.llama import build_model
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner

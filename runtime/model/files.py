@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
@@ -19,10 +19,12 @@ from typing import Literal
 import msgspec
 
 from kvferry.runtime.errors import CorruptModel, NotFound, UnsupportedModel
+from kvferry.runtime.model.families import from_hf_config, hf_source
 from kvferry.runtime.model.gguf_file import GGUFFile
-from kvferry.runtime.model.gguf_model import gguf_name, gguf_spec
+from kvferry.runtime.model.gguf_model import gguf_source, gguf_spec
+from kvferry.runtime.model.parts import Shape, file_shapes
 from kvferry.runtime.model.safetensors_file import read_folder, read_json
-from kvferry.runtime.model.spec import ModelSpec, from_hf_config
+from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.model.stored import StoredTensor
 
 PACKAGE_PREFIX = "package:"
@@ -100,37 +102,37 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     if files.kind == "gguf":
         with GGUFFile(files.path) as file:
             spec = gguf_spec(file)
-            _check_tensors(spec, file.tensors, files, gguf_name)
+            _check_tensors(file_shapes(spec, partial(gguf_source, spec)), file.tensors, files)
             return spec
     folder = Path(files.path)
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     spec = from_hf_config(config, read_json(generation) if generation.is_file() else None)
     tensors = read_folder(folder)
-    _check_tensors(spec, tensors, files, str)
-    for name in spec.tensor_shapes():
+    if spec.num_layers > len(tensors):  # before a list of all their tensors is made
+        raise CorruptModel(f"{files.path}: the configuration says {spec.num_layers} layers, the weights have fewer")
+    shapes = file_shapes(spec, partial(hf_source, spec))
+    _check_tensors(shapes, tensors, files)
+    for name in shapes:
         if tensors[name].dtype not in FLOAT_DTYPES:
             raise UnsupportedModel(
                 f"{tensors[name].path}: tensor {name} is {tensors[name].dtype}; supported are {', '.join(FLOAT_DTYPES)}"
             )
     if not (config.get("dtype") or config.get("torch_dtype")):
-        spec = msgspec.structs.replace(spec, dtype=FLOAT_DTYPES[tensors["model.embed_tokens.weight"].dtype])
+        spec = msgspec.structs.replace(
+            spec, dtype=FLOAT_DTYPES[tensors[hf_source(spec, "embedding.weight").name].dtype]
+        )
     return spec
 
 
-def _check_tensors(
-    spec: ModelSpec, tensors: dict[str, StoredTensor], files: ModelFiles, spelled: Callable[[str], str]
-) -> None:
-    if spec.num_layers > len(tensors):  # before a list of all their tensors is made
-        raise CorruptModel(f"{files.path}: the configuration says {spec.num_layers} layers, the weights have fewer")
-    for name, shape in spec.tensor_shapes().items():
-        tensor = tensors.get(spelled(name))
+def _check_tensors(shapes: dict[str, Shape], tensors: dict[str, StoredTensor], files: ModelFiles) -> None:
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
         if tensor is None:
-            raise CorruptModel(f"{files.path}: tensor {spelled(name)} is missing")
+            raise CorruptModel(f"{files.path}: tensor {name} is missing")
         if tensor.shape != shape:
             raise CorruptModel(
-                f"{tensor.path}: tensor {spelled(name)} has shape {list(tensor.shape)}, "
-                f"the configuration says {list(shape)}"
+                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}, the configuration says {list(shape)}"
             )
 
 

@@ -10,55 +10,49 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kvferry.runtime.errors import CorruptModel, UnsupportedModel
+from kvferry.runtime.model.families.family import split
 from kvferry.runtime.model.gguf_file import GGUFArray, GGUFFile, Value
-from kvferry.runtime.model.spec import ModelSpec, RopeScaling, checked
+from kvferry.runtime.model.parts import Source
+from kvferry.runtime.model.spec import (
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    RopeScaling,
+    RopeSpec,
+    checked,
+)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_GLOBAL_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
+_TOP = {"embedding": "token_embd", "norm": "output_norm", "head": "output"}
+_LAYER = {
+    "attention_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.o": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
 }
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_ROTATED_PAIRS = ("llama",)
+"""Architectures whose converters put the rows of q and k into the order of rotated pairs."""
 # Llama 3.1 and later: the only parameters with which converters write `rope_freqs.weight`; the factor varies.
 _LLAMA3 = RopeScaling(kind="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_context=8192)
 
 
-def gguf_name(name: str) -> str:
-    """The GGUF spelling of a Hugging Face tensor name."""
-    stem, _, suffix = name.rpartition(".")
-    if stem in _GLOBAL_NAMES:
-        return f"{_GLOBAL_NAMES[stem]}.{suffix}"
-    _, _, layer, inner = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[inner]}.{suffix}"
-
-
-def rotates_pairs(architecture: str, name: str) -> bool:
-    """Whether the file holds a head's rows as rotated pairs (0, 1), (2, 3), … instead of halves (i, i + dim/2).
-
-    Converters do so for q and k of the llama architecture only.
-    """
-    return architecture == "llama" and (".q_proj." in name or ".k_proj." in name)
-
-
-def half_to_pair_rows(start: int, stop: int, head_dim: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """For rows `[start, stop)` in the order of halves: where they lie in a file that has the order of pairs."""
-    rows = np.arange(start, stop, dtype=np.int64)
-    head, inner = rows - rows % head_dim, rows % head_dim
-    half, i = inner // (head_dim // 2), inner % (head_dim // 2)
-    return head + 2 * i + half
+def gguf_source(spec: ModelSpec, part: str) -> Source:
+    """Where a GGUF file of this model has a part."""
+    number, stem, suffix = split(part)
+    if number is None:
+        return Source(f"{_TOP[stem]}.{suffix}")
+    pairs = spec.architecture in _ROTATED_PAIRS and stem in ("attention.q", "attention.k")
+    head_dim = spec.layers[number].attention.head_dim
+    return Source(f"blk.{number}.{_LAYER[stem]}.{suffix}", pair_rows=head_dim if pairs else 0)
 
 
 def gguf_spec(file: GGUFFile) -> ModelSpec:
@@ -80,24 +74,27 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CorruptModel(f"{file.path}: tensor token_embd.weight is missing")
+    attention = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=reader.positive("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        rope=RopeSpec(theta=reader.number("rope.freq_base", 10000.0), scaling=_rope_scaling(reader, head_dim)),
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+    )
+    mlp = MLPSpec(inner_size=reader.positive("feed_forward_length"), bias="blk.0.ffn_gate.bias" in file.tensors)
+    num_layers = reader.positive("block_count")
+    if num_layers > len(file.tensors):  # before a list of them is made
+        raise CorruptModel(f"{file.path}: the metadata says {num_layers} layers, the file has fewer")
     return checked(
         ModelSpec(
             architecture=str(architecture),
             vocab_size=embedding.shape[0],
             hidden_size=hidden_size,
-            intermediate_size=reader.positive("feed_forward_length"),
-            num_layers=reader.positive("block_count"),
-            num_heads=num_heads,
-            num_kv_heads=reader.positive("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            rms_eps=reader.number("attention.layer_norm_rms_epsilon"),
-            rope_theta=reader.number("rope.freq_base", 10000.0),
-            rope_scaling=_rope_scaling(reader, head_dim),
+            layers=(LayerSpec(attention=attention, mlp=mlp),) * num_layers,
+            norm=NormSpec(eps=reader.number("attention.layer_norm_rms_epsilon")),
             tied_embeddings="output.weight" not in file.tensors,
-            attention_bias="blk.0.attn_q.bias" in file.tensors,
-            output_bias="blk.0.attn_output.bias" in file.tensors,
-            mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-            qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
             max_context=reader.positive("context_length"),
             eos_token_ids=eos_token_ids(file),
             bos_token_id=token_id(file, "bos"),

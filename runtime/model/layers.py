@@ -41,6 +41,8 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: int
+    """Which of the decoder's kinds of rope."""
 
     def __call__(
         self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor

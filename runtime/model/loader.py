@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,9 +18,11 @@ from gguf.quants import dequantize
 from safetensors import safe_open
 
 from kvferry.runtime.errors import CorruptModel
+from kvferry.runtime.model.families import hf_source
 from kvferry.runtime.model.files import ModelFiles
 from kvferry.runtime.model.gguf_file import GGUFFile
-from kvferry.runtime.model.gguf_model import gguf_name, half_to_pair_rows, rotates_pairs
+from kvferry.runtime.model.gguf_model import gguf_source
+from kvferry.runtime.model.parts import Source, Spelling, part_shapes
 from kvferry.runtime.model.safetensors_file import read_folder
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.model.stored import StoredTensor
@@ -31,16 +35,17 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 class Weights(Protocol):
-    """Tensors of one model by Hugging Face names (`model.layers.0.self_attn.q_proj.weight`)."""
+    """The parts of one model (`parts.py`)."""
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """Of the parts that are there."""
 
     def get(
-        self, name: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
+        self, part: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
         """A contiguous tensor of its own. With `dim` (0 or 1): only `[start, stop)` of that dimension is read.
 
-        Raises `CorruptModel` for a tensor that the model does not have.
+        Raises `CorruptModel` for a part that the model does not have.
         """
 
     def close(self) -> None:
@@ -69,33 +74,48 @@ def progress_bar(title: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-class _Counter:
-    """Reports each tensor's parameters the first time it is read."""
+class _Parts:
+    """Where the parts lie; reports each one's parameters the first time it is read."""
 
-    def __init__(self, spec: ModelSpec, on_progress: Progress | None) -> None:
-        self._left = {name: int(np.prod(shape)) for name, shape in spec.tensor_shapes().items()}
+    def __init__(self, spec: ModelSpec, spelling: Spelling, where: str, on_progress: Progress | None = None) -> None:
+        self.shapes = part_shapes(spec)
+        self._spelling, self._where, self._report = spelling, where, on_progress
+        self._left = {part: math.prod(shape) for part, shape in self.shapes.items()}
         self._total = sum(self._left.values())
-        self._report = on_progress
 
-    def read(self, name: str) -> None:
-        if self._report is not None and self._left.pop(name, 0):
+    def source(self, part: str) -> Source:
+        if part not in self.shapes:
+            raise CorruptModel(f"{self._where}: the model has no part {part}")
+        return self._spelling(part)
+
+    def index(self, part: str, dim: int | None, start: int, stop: int | None) -> tuple[slice, ...]:
+        """Rows (and columns) of the part, with borders."""
+        ranges = [slice(0, size) for size in self.shapes[part]]
+        if dim is not None:
+            ranges[dim] = slice(*slice(start, stop).indices(self.shapes[part][dim]))
+        return tuple(ranges)
+
+    def read(self, part: str) -> None:
+        if self._report is not None and self._left.pop(part, 0):
             self._report(self._total - sum(self._left.values()), self._total)
 
 
 class MemoryWeights:
-    """Weights that already exist as tensors."""
+    """Weights that already exist as tensors, by the names that a Hugging Face folder gives them."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], spec: ModelSpec) -> None:
         self._tensors = tensors
+        self._parts = _Parts(spec, partial(hf_source, spec), "these weights")
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return [part for part in self._parts.shapes if self._parts.source(part).name in self._tensors]
 
     def get(
-        self, name: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
+        self, part: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        tensor = _require(self._tensors, name, "these weights")
-        return _own(tensor[_index(dim, start, stop)], dtype)
+        source = self._parts.source(part)
+        tensor = _require(self._tensors, source.name, "these weights")
+        return _own(_cut(tensor, source, self._parts.index(part, dim, start, stop)), dtype)
 
     def close(self) -> None:
         """Nothing to free."""
@@ -107,22 +127,23 @@ class SafetensorsWeights:
     def __init__(self, files: ModelFiles, spec: ModelSpec, on_progress: Progress | None = None) -> None:
         self._where = files.path
         self._tensors = read_folder(Path(files.path))
-        self._wanted = spec.tensor_shapes()
+        self._parts = _Parts(spec, partial(hf_source, spec), files.path, on_progress)
         self._stack = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
-        self._counter = _Counter(spec, on_progress)
 
     def names(self) -> list[str]:
-        return [name for name in self._tensors if name in self._wanted]
+        return [part for part in self._parts.shapes if self._parts.source(part).name in self._tensors]
 
     def get(
-        self, name: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
+        self, part: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        path = _require(self._tensors, name, self._where).path
+        source = self._parts.source(part)
+        path = _require(self._tensors, source.name, self._where).path
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        tensor = _own(self._opened[path].get_slice(name)[_index(dim, start, stop)], dtype)
-        self._counter.read(name)
+        stored = self._opened[path].get_slice(source.name)
+        tensor = _own(_cut(stored, source, self._parts.index(part, dim, start, stop)), dtype)
+        self._parts.read(part)
         return tensor
 
     def close(self) -> None:
@@ -131,58 +152,50 @@ class SafetensorsWeights:
 
 
 class GGUFWeights:
-    """A GGUF file, dequantised in chunks of rows. Rows of q and k are put into the decoder's order (halves)."""
+    """A GGUF file, dequantised in chunks of rows. Rows of rotated pairs are put into the decoder's order (halves)."""
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, on_progress: Progress | None = None) -> None:
         self._file = GGUFFile(files.path)
-        self._spec = spec
-        self._names = {name: gguf_name(name) for name in spec.tensor_shapes()}
-        self._counter = _Counter(spec, on_progress)
+        self._parts = _Parts(spec, partial(gguf_source, spec), files.path, on_progress)
 
     def names(self) -> list[str]:
-        return [name for name, stored in self._names.items() if stored in self._file.tensors]
+        return [part for part in self._parts.shapes if self._parts.source(part).name in self._file.tensors]
 
     def get(
-        self, name: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
+        self, part: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        stored = _require(self._file.tensors, self._names.get(name, name), self._file.path)
-        index = _index(dim, start, stop)
-        if len(stored.shape) == 1:
-            vector = self._dequantize(stored, slice(None), slice(None))[0]
-            order = self._row_order(name, 0, stored.shape[0])
-            tensor = _own(torch.from_numpy(vector[order])[index], dtype)
+        source = self._parts.source(part)
+        stored = _require(self._file.tensors, source.name, self._file.path)
+        rows, *rest = self._parts.index(part, dim, start, stop)
+        if rest:
+            tensor = self._get_matrix(stored, source, dtype, rows, rest[0])
         else:
-            tensor = self._get_matrix(name, stored, dtype, index)
-        self._counter.read(name)
+            vector = self._dequantize(stored, source, slice(None), slice(None))[0]
+            tensor = _own(torch.from_numpy(vector[_row_order(source, rows.start, rows.stop)]), dtype)
+        self._parts.read(part)
         return tensor
 
     def _get_matrix(
-        self, name: str, stored: StoredTensor, dtype: torch.dtype, index: tuple[slice, ...]
+        self, stored: StoredTensor, source: Source, dtype: torch.dtype, rows: slice, columns: slice
     ) -> torch.Tensor:
-        num_rows, num_columns = stored.shape
-        row_start, row_stop, _ = index[0].indices(num_rows)
-        columns = slice(*index[1].indices(num_columns)) if len(index) == 2 else slice(0, num_columns)
-        out = torch.empty((row_stop - row_start, columns.stop - columns.start), dtype=dtype)
-        step = max(1, CHUNK_ELEMENTS // num_columns)
-        for first in range(row_start, row_stop, step):
-            last = min(first + step, row_stop)
-            values = self._dequantize(stored, self._row_order(name, first, last), columns)
-            out[first - row_start : last - row_start] = torch.from_numpy(values)
+        out = torch.empty((rows.stop - rows.start, columns.stop - columns.start), dtype=dtype)
+        step = max(1, CHUNK_ELEMENTS // stored.shape[-1])
+        for first in range(rows.start, rows.stop, step):
+            last = min(first + step, rows.stop)
+            values = self._dequantize(stored, source, _row_order(source, first, last), columns)
+            out[first - rows.start : last - rows.start] = torch.from_numpy(values)
         return out
 
-    def _row_order(self, name: str, start: int, stop: int) -> Any:
-        """What selects rows `[start, stop)` of the decoder's order from the file."""
-        if rotates_pairs(self._spec.architecture, name):
-            return half_to_pair_rows(start, stop, self._spec.head_dim)
-        return slice(start, stop)
-
-    def _dequantize(self, stored: StoredTensor, rows: Any, columns: slice) -> npt.NDArray[np.float32]:
+    def _dequantize(self, stored: StoredTensor, source: Source, rows: Any, columns: slice) -> npt.NDArray[np.float32]:
         """`[rows, columns]`; reads whole quantisation blocks only."""
         quantization = GGMLQuantizationType[stored.dtype]
         per_block, block_bytes = GGML_QUANT_SIZES[quantization]
         start, stop, _ = columns.indices(stored.shape[-1])
         first, last = start // per_block, -(-stop // per_block)
-        raw = self._file.rows(stored)[rows, first * block_bytes : last * block_bytes]
+        held = self._file.rows(stored)
+        if source.item is not None:
+            held = held.reshape(stored.shape[0], -1, held.shape[-1])[source.item]
+        raw = held[rows, first * block_bytes : last * block_bytes]
         values: npt.NDArray[np.float32] = dequantize(np.array(raw, order="C"), quantization)
         return values[:, start - first * per_block : stop - first * per_block]
 
@@ -190,16 +203,29 @@ class GGUFWeights:
         self._file.close()
 
 
+def _row_order(source: Source, start: int, stop: int) -> Any:
+    """What selects rows `[start, stop)` of a part, in the decoder's order, from the file's tensor."""
+    if not source.pair_rows:
+        return slice(source.first_row + start, source.first_row + stop)
+    rows = np.arange(start, stop, dtype=np.int64)
+    run, inner = rows - rows % source.pair_rows, rows % source.pair_rows
+    half, i = np.divmod(inner, source.pair_rows // 2)
+    return source.first_row + run + 2 * i + half
+
+
+def _cut(stored: Any, source: Source, index: tuple[slice, ...]) -> torch.Tensor:
+    """The wanted rows and columns of a part, from a tensor or from a slice of an open file."""
+    rows, *rest = index
+    inner = (slice(source.first_row + rows.start, source.first_row + rows.stop), *rest)
+    item = () if source.item is None else (source.item,)
+    tensor: torch.Tensor = stored[(*item, *reversed(inner))] if source.transposed else stored[(*item, *inner)]
+    return tensor.t() if source.transposed and tensor.dim() == 2 else tensor
+
+
 def _require(tensors: dict[str, T], name: str, where: str) -> T:
     if name not in tensors:
         raise CorruptModel(f"{where}: tensor {name} is missing")
     return tensors[name]
-
-
-def _index(dim: int | None, start: int, stop: int | None) -> tuple[slice, ...]:
-    if dim is None:
-        return (slice(None),)
-    return (*[slice(None)] * dim, slice(start, stop))
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

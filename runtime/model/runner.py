@@ -8,7 +8,7 @@ import torch
 
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
-from kvferry.runtime.model.llama import Llama
+from kvferry.runtime.model.decoder import Decoder
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.sampler import sample
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
@@ -17,7 +17,7 @@ from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 class Runner:
     """One rank's model with its KV memory. All ranks of a group execute the same plans in the same order."""
 
-    def __init__(self, model: Llama, storage: KVStorage, parallel: TensorParallel) -> None:
+    def __init__(self, model: Decoder, storage: KVStorage, parallel: TensorParallel) -> None:
         self._model = model
         self._storage = storage
         self._parallel = parallel

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.runtime.model.families import hf_source
 from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.model.loader import open_weights
 
@@ -32,29 +33,30 @@ def oracle() -> dict[str, torch.Tensor]:
 def test_all_tensors_equal_transformers(oracle: dict[str, torch.Tensor]) -> None:
     """Wrong names, a wrong order of q and k rows, or a wrong chunk border would change logits silently."""
     weights = open_weights(FILES, SPEC)
-    assert set(weights.names()) == set(oracle)
-    for name in weights.names():
-        assert torch.equal(weights.get(name, torch.float32), oracle[name]), name
+    stored = {part: hf_source(SPEC, part).name for part in weights.names()}
+    assert set(stored.values()) == set(oracle)
+    for part, name in stored.items():
+        assert torch.equal(weights.get(part, torch.float32), oracle[name]), part
     weights.close()
 
 
 @pytest.mark.parametrize(
     ("name", "dim", "parts"),
     [
-        ("model.layers.3.self_attn.q_proj.weight", 0, 9),
-        ("model.layers.3.self_attn.k_proj.weight", 0, 3),
-        ("model.layers.29.self_attn.v_proj.weight", 0, 3),
-        ("model.layers.29.self_attn.o_proj.weight", 1, 9),
-        ("model.layers.0.mlp.down_proj.weight", 1, 3),
-        ("model.layers.0.mlp.down_proj.weight", 1, 7),  # cuts through quantisation blocks
-        ("model.embed_tokens.weight", 0, 5),
-        ("model.norm.weight", 0, 3),
+        ("layers.3.attention.q.weight", 0, 9),
+        ("layers.3.attention.k.weight", 0, 3),
+        ("layers.29.attention.v.weight", 0, 3),
+        ("layers.29.attention.o.weight", 1, 9),
+        ("layers.0.mlp.down.weight", 1, 3),
+        ("layers.0.mlp.down.weight", 1, 7),  # cuts through quantisation blocks
+        ("embedding.weight", 0, 5),
+        ("norm.weight", 0, 3),
     ],
 )
 def test_slices_join_to_the_whole(oracle: dict[str, torch.Tensor], name: str, dim: int, parts: int) -> None:
     """A rank whose slice is shifted or permuted by the wrong head count still runs, and talks nonsense."""
     weights = open_weights(FILES, SPEC)
-    whole = oracle[name].to(torch.bfloat16)
+    whole = oracle[hf_source(SPEC, name).name].to(torch.bfloat16)
     size = whole.shape[dim]
     borders = [size * part // parts for part in range(parts + 1)]
     slices = [weights.get(name, torch.bfloat16, dim, a, b) for a, b in itertools.pairwise(borders)]

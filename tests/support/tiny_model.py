@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from kvferry.runtime.model.spec import from_hf_config
+from kvferry.runtime.model.families import from_hf_config, hf_source
+from kvferry.runtime.model.parts import part_shapes
 
 VOCAB = 384
 EOS = 0
@@ -48,11 +49,13 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(seed)
+    spec = from_hf_config(CONFIG)
+    shapes = {hf_source(spec, part).name: shape for part, shape in part_shapes(spec).items()}
     tensors = {
         name: torch.rand(shape, generator=generator) + 0.5
         if "norm" in name
         else torch.randn(shape, generator=generator) * SPREAD
-        for name, shape in from_hf_config(CONFIG).tensor_shapes().items()
+        for name, shape in shapes.items()
     }
     save_file(tensors, folder / "model.safetensors")
     raw = tokenizers.Tokenizer(models.BPE())

@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.runtime.errors import CorruptModel, KvferryError, NotFound, UnsupportedModel
+from kvferry.runtime.model.families import hf_source
 from kvferry.runtime.model.files import ModelFiles, load_spec, model_identity, resolve_model
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.loader import MemoryWeights, open_weights, progress_bar
+from kvferry.runtime.model.parts import num_parameters, part_shapes
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 128}
-SLICED = ["self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"]
+SLICED = ["attention.q", "attention.k", "mlp.down"]
 
 
 def save(folder: Path, family: str = "Llama", **config: Any) -> dict[str, torch.Tensor]:
@@ -106,16 +108,18 @@ def test_sharded_folder_gives_transformers_tensors(tmp_path: Path, family: str, 
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     weights = open_weights(files, spec)
     tied = {"lm_head.weight"} if spec.tied_embeddings else set()
-    assert set(weights.names()) == set(spec.tensor_shapes()) == set(state) - tied
-    for name in weights.names():
-        assert torch.equal(weights.get(name, torch.float32), state[name].float()), name
-    for name in (f"model.layers.1.{part}.weight" for part in SLICED):
+    stored = {part: hf_source(spec, part).name for part in weights.names()}
+    assert set(stored) == set(part_shapes(spec))
+    assert set(stored.values()) == set(state) - tied
+    for part, name in stored.items():
+        assert torch.equal(weights.get(part, torch.float32), state[name].float()), part
+    for name in (f"layers.1.{part}.weight" for part in SLICED):
         for dim in (0, 1):
             part = weights.get(name, torch.bfloat16, dim, 8, 16)
             assert part.is_contiguous()
-            assert torch.equal(part, state[name].narrow(dim, 8, 8).to(torch.bfloat16))
-            assert torch.equal(MemoryWeights(state).get(name, torch.bfloat16, dim, 8, 16), part)
-    with pytest.raises(CorruptModel, match=r"tensor nothing\.weight is missing"):
+            assert torch.equal(part, state[stored[name]].narrow(dim, 8, 8).to(torch.bfloat16))
+            assert torch.equal(MemoryWeights(state, spec).get(name, torch.bfloat16, dim, 8, 16), part)
+    with pytest.raises(CorruptModel, match=r"no part nothing\.weight"):
         weights.get("nothing.weight", torch.float32)
     weights.close()
 
@@ -124,7 +128,7 @@ def test_weights_outlive_the_files(copy: Path) -> None:
     """A tensor that still maps the file would change or crash when the file is replaced."""
     files = resolve_model(str(copy))
     weights = open_weights(files, load_spec(files))
-    tensor = weights.get("model.embed_tokens.weight", torch.float32)
+    tensor = weights.get("embedding.weight", torch.float32)
     before = tensor.clone()
     weights.close()
     for path in copy.glob("*.safetensors"):
@@ -145,7 +149,7 @@ def test_progress_reaches_the_total(folder: Path) -> None:
         weights.get(name, torch.float32, 0, 4, 8)
     assert seen == sorted(seen)
     assert len(seen) == len(weights.names())
-    assert seen[-1] == (spec.num_parameters, spec.num_parameters)
+    assert seen[-1] == (num_parameters(spec), num_parameters(spec))
     with progress_bar("loading") as on_progress:
         on_progress(1, 2)
 
@@ -212,19 +216,19 @@ def test_gguf_slices(tmp_path: Path, architecture: str, dtype: str) -> None:
     values = write_gguf(path, architecture, dtype, tensors={f"blk.0.attn_{p}.bias": _bias(n) for p, n in QKV.items()})
     files = resolve_model(str(path))
     spec = load_spec(files)
-    assert (spec.architecture, spec.head_dim, spec.tied_embeddings, spec.attention_bias) == (
+    assert (spec.architecture, spec.kv_shape.head_dim, spec.tied_embeddings, spec.kv_shape.qkv_bias) == (
         architecture,
         16,
         True,
         True,
     )
-    assert (spec.rms_eps, spec.rope_theta, spec.vocab_size) == (1e-5, 500000.0, 40)
+    assert (spec.norm.eps, spec.kv_shape.rope.theta, spec.vocab_size) == (1e-5, 500000.0, 40)
     weights = open_weights(files, spec)
-    assert set(weights.names()) == set(spec.tensor_shapes())
-    for ours, theirs in (("q_proj", "attn_q"), ("k_proj", "attn_k"), ("v_proj", "attn_v"), ("o_proj", "attn_output")):
-        for suffix in ("weight", "bias") if ours != "o_proj" else ("weight",):
-            name, stored = f"model.layers.0.self_attn.{ours}.{suffix}", values[f"blk.0.{theirs}.{suffix}"]
-            if architecture == "llama" and ours in ("q_proj", "k_proj"):
+    assert set(weights.names()) == set(part_shapes(spec))
+    for ours, theirs in (("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"), ("o", "attn_output")):
+        for suffix in ("weight", "bias") if ours != "o" else ("weight",):
+            name, stored = f"layers.0.attention.{ours}.{suffix}", values[f"blk.0.{theirs}.{suffix}"]
+            if architecture == "llama" and ours in ("q", "k"):
                 # [head, pair, 2] in the file, [head, half, …] for the decoder
                 stored = stored.reshape(-1, 8, 2, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
             expected = torch.from_numpy(np.ascontiguousarray(stored))
@@ -246,13 +250,13 @@ def test_gguf_rope_scaling(tmp_path: Path) -> None:
     """Long prompts go wrong when scaling is dropped; short ones do not show it."""
     path = tmp_path / "m.gguf"
     write_gguf(path, **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
-    assert load_spec(resolve_model(str(path))).rope_scaling.factor == 4.0
+    assert load_spec(resolve_model(str(path))).kv_shape.rope.scaling.factor == 4.0
     write_gguf(path, **{"rope.scaling.type": "yarn"})
     with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type='yarn'"):
         load_spec(resolve_model(str(path)))
     factors = _llama3_factors(16, 500000.0, 32.0)
     write_gguf(path, tensors={"rope_freqs.weight": factors})
-    scaling = load_spec(resolve_model(str(path))).rope_scaling
+    scaling = load_spec(resolve_model(str(path))).kv_shape.rope.scaling
     assert (scaling.kind, scaling.factor, scaling.original_max_context) == ("llama3", 32.0, 8192)
     factors[0] = 1.5
     write_gguf(path, tensors={"rope_freqs.weight": factors})

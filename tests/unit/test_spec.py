@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from kvferry.runtime.errors import CorruptModel, InvalidArgument, UnsupportedModel
-from kvferry.runtime.model.spec import ModelSpec, RopeScaling, from_hf_config
+from kvferry.runtime.model.families import from_hf_config
+from kvferry.runtime.model.parts import num_parameters
+from kvferry.runtime.model.spec import ModelSpec, RopeScaling
 
 pytestmark = pytest.mark.core
 LLAMA: dict[str, Any] = {
@@ -39,29 +41,32 @@ def test_old_and_new_config_keys_mean_the_same() -> None:
     assert from_hf_config(new | {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}) == spec()
     old = spec(rope_scaling={"rope_type": "llama3", **SCALING})
     assert from_hf_config(new | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **SCALING}}) == old
-    assert old.rope_scaling == RopeScaling(
+    assert old.kv_shape.rope.scaling == RopeScaling(
         kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_context=64
     )
-    assert spec(rope_scaling={"type": "linear", "factor": 2}).rope_scaling == RopeScaling(kind="linear", factor=2.0)
+    assert spec(rope_scaling={"type": "linear", "factor": 2}).kv_shape.rope.scaling == RopeScaling(
+        kind="linear", factor=2.0
+    )
 
 
 def test_silent_config_means_what_transformers_assumes() -> None:
     """A guess of ours where a config is silent computes another model."""
     bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_theta", "max_position_embeddings")}
     read = from_hf_config(bare)
-    assert (read.num_kv_heads, read.rope_theta, read.max_context, read.head_dim) == (8, 10000.0, 2048, 8)
+    attention = read.kv_shape
+    assert (attention.num_kv_heads, attention.rope.theta, read.max_context, attention.head_dim) == (8, 10000.0, 2048, 8)
     assert not read.tied_embeddings
-    assert from_hf_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+    assert from_hf_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"]}).kv_shape.head_dim == 128
 
 
 def test_families_differ_where_they_must() -> None:
     """A forgotten bias or norm changes every logit."""
     flags = {
-        name: (read.attention_bias, read.output_bias, read.mlp_bias, read.qk_norm)
+        name: (one.attention.qkv_bias, one.attention.output_bias, one.mlp.bias, one.attention.qk_norm)
         for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
-        for read in [
-            spec(architectures=[f"{name}ForCausalLM"], attention_bias=True, mlp_bias=True, sliding_window=None)
-        ]
+        for one in spec(
+            architectures=[f"{name}ForCausalLM"], attention_bias=True, mlp_bias=True, sliding_window=None
+        ).layers[:1]
     }
     assert flags == {
         "Llama": (True, True, True, False),
@@ -69,7 +74,7 @@ def test_families_differ_where_they_must() -> None:
         "Qwen2": (True, False, False, False),
         "Qwen3": (True, True, False, True),
     }
-    assert spec(architectures=["Qwen2ForCausalLM"]).attention_bias
+    assert spec(architectures=["Qwen2ForCausalLM"]).kv_shape.qkv_bias
 
 
 def test_eos_of_generation_config_wins() -> None:
@@ -144,6 +149,6 @@ def test_tensor_parallel_sizes() -> None:
 
 def test_parameters_are_counted_once_when_tied() -> None:
     untied, tied = spec(), spec(tie_word_embeddings=True)
-    assert untied.num_parameters - tied.num_parameters == 320 * 64
+    assert num_parameters(untied) - num_parameters(tied) == 320 * 64
     layer = 64 * 64 * 2 + 16 * 64 * 2 + 3 * 64 * 96 + 2 * 64
-    assert tied.num_parameters == 320 * 64 + 2 * layer + 64
+    assert num_parameters(tied) == 320 * 64 + 2 * layer + 64

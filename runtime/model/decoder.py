@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3 (they differ in biases, norms and rope).
+"""A decoder as its spec describes it: embedding, layers, norm, output head.
 
 Tensor parallelism: query, key and value heads, MLP channels and the vocabulary of the output head are cut evenly; the
 two projections back to the hidden size give partial sums that are added over the ranks. With more ranks than KV heads,
@@ -19,17 +19,17 @@ from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, RMSNorm
 from kvferry.runtime.model.loader import Weights
 from kvferry.runtime.model.parallel import TensorParallel
-from kvferry.runtime.model.spec import ModelSpec
+from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Llama:
+class Decoder:
     spec: ModelSpec
     dtype: torch.dtype
     embedding: torch.Tensor
     """`[vocab_size, hidden_size]`."""
-    frequencies: torch.Tensor
-    """float32 `[head_dim / 2]`, radians a position."""
+    frequencies: list[torch.Tensor]
+    """One per kind of rope: float32 `[head_dim / 2]`, radians a position."""
     layers: list[DecoderLayer]
     norm: RMSNorm
     head: PackedLinear
@@ -38,10 +38,10 @@ class Llama:
     def forward(self, batch: Batch, storage: KVStorage) -> torch.Tensor:
         """Final hidden states of the tokens of `batch.sample_index`. Mutates `storage`."""
         x = self.embedding.index_select(0, batch.token_ids)
-        angles = rope_angles(batch.positions, self.frequencies, self.dtype)
+        angles = [rope_angles(batch.positions, frequencies, self.dtype) for frequencies in self.frequencies]
         delta: torch.Tensor | None = None
         for layer, slots, spans in zip(self.layers, storage.slots, storage.spans, strict=True):
-            delta = layer(x, delta, angles, batch, slots, spans)
+            delta = layer(x, delta, angles[layer.attention.rope], batch, slots, spans)
         wanted = batch.sample_index
         return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
 
@@ -57,27 +57,28 @@ def build_model(
     rank: int,
     parallel: TensorParallel,
     device: torch.device | str = "cpu",
-) -> Llama:
+) -> Decoder:
     """Reads this rank's part of the weights, tensor by tensor. Raises `InvalidArgument` if the model cannot be cut."""
     spec.check_tensor_parallel(parallel.size)
-    reader = _Reader(spec, weights, dtype, rank, parallel, device)
-    embedding = reader.get("model.embed_tokens.weight")
-    start, stop = reader.cut(spec.vocab_size)
-    head = embedding[start:stop] if spec.tied_embeddings else reader.get("lm_head.weight", 0, start, stop)
-    return Llama(
+    builder = _Builder(spec, weights, dtype, rank, parallel, device)
+    embedding = builder.get("embedding.weight")
+    start, stop = builder.cut(spec.vocab_size)
+    head = embedding[start:stop] if spec.tied_embeddings else builder.get("head.weight", 0, start, stop)
+    layers = [builder.layer(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
+    return Decoder(
         spec=spec,
         dtype=dtype,
         embedding=embedding,
-        frequencies=_frequencies(spec).to(embedding.device),
-        layers=[reader.layer(i) for i in range(spec.num_layers)],
-        norm=reader.norm("model.norm"),
+        frequencies=[_frequencies(rope, dim).to(embedding.device) for rope, dim in builder.ropes],
+        layers=layers,
+        norm=builder.norm("norm"),
         head=PackedLinear(head),
         parallel=parallel,
     )
 
 
-def _frequencies(spec: ModelSpec) -> torch.Tensor:
-    frequencies, scaling = inverse_frequencies(spec.head_dim, spec.rope_theta), spec.rope_scaling
+def _frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
+    frequencies, scaling = inverse_frequencies(dim, rope.theta), rope.scaling
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
@@ -91,8 +92,8 @@ def _frequencies(spec: ModelSpec) -> torch.Tensor:
     return frequencies
 
 
-class _Reader:
-    """Takes one rank's slices out of the whole model's tensors."""
+class _Builder:
+    """Takes one rank's slices out of the whole model's parts."""
 
     def __init__(
         self,
@@ -106,54 +107,67 @@ class _Reader:
         self._spec, self._weights, self._dtype, self._device = spec, weights, dtype, device
         self._rank, self._parallel = rank, parallel
         self._kv_heads = spec.kv_layout(1, spec.dtype, parallel.size).heads(rank)
+        self.ropes: list[tuple[RopeSpec, int]] = []
+        """Kinds of rope with their dimensions, in the order in which layers came to need them."""
 
-    def get(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        return self._weights.get(name, self._dtype, dim, start, stop).to(self._device)
+    def get(self, part: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self._weights.get(part, self._dtype, dim, start, stop).to(self._device)
 
     def cut(self, count: int) -> tuple[int, int]:
         """This rank's even share of `count` rows."""
         share = count // self._parallel.size
         return self._rank * share, (self._rank + 1) * share
 
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.get(f"{name}.weight"), self._spec.rms_eps)
+    def norm(self, part: str) -> RMSNorm:
+        return RMSNorm(self.get(f"{part}.weight"), self._spec.norm.eps)
 
-    def layer(self, index: int) -> DecoderLayer:
-        spec, prefix = self._spec, f"model.layers.{index}."
-        q, inner = self.cut(spec.num_heads * spec.head_dim), self.cut(spec.intermediate_size)
+    def layer(self, part: str, layer: LayerSpec) -> DecoderLayer:
+        return DecoderLayer(
+            attention_norm=self.norm(f"{part}.attention_norm"),
+            attention=self._attention(f"{part}.attention", layer.attention),
+            mlp_norm=self.norm(f"{part}.mlp_norm"),
+            mlp=self._mlp(f"{part}.mlp", layer.mlp),
+            parallel=self._parallel,
+        )
+
+    def _attention(self, part: str, spec: AttentionSpec) -> Attention:
+        q = self.cut(spec.num_heads * spec.head_dim)
         kv = self._kv_heads[0] * spec.head_dim, self._kv_heads[1] * spec.head_dim
-        qkv = [(f"{prefix}self_attn.{name}_proj", *cut) for name, cut in (("q", q), ("k", kv), ("v", kv))]
-        gate_up = [(f"{prefix}mlp.{name}_proj", *inner) for name in ("gate", "up")]
-        attention = Attention(
-            qkv=self._columns(qkv, spec.attention_bias),
-            output=self._rows(f"{prefix}self_attn.o_proj", *q, spec.output_bias),
-            q_norm=self.norm(f"{prefix}self_attn.q_norm") if spec.qk_norm else None,
-            k_norm=self.norm(f"{prefix}self_attn.k_norm") if spec.qk_norm else None,
+        qkv = [(f"{part}.{name}", *cut) for name, cut in (("q", q), ("k", kv), ("v", kv))]
+        return Attention(
+            qkv=self._columns(qkv, spec.qkv_bias),
+            output=self._rows(f"{part}.o", *q, spec.output_bias),
+            q_norm=self.norm(f"{part}.q_norm") if spec.qk_norm else None,
+            k_norm=self.norm(f"{part}.k_norm") if spec.qk_norm else None,
             num_heads=spec.num_heads // self._parallel.size,
             num_kv_heads=self._kv_heads[1] - self._kv_heads[0],
             head_dim=spec.head_dim,
+            rope=self._rope(spec),
         )
-        return DecoderLayer(
-            attention_norm=self.norm(f"{prefix}input_layernorm"),
-            attention=attention,
-            mlp_norm=self.norm(f"{prefix}post_attention_layernorm"),
-            mlp=MLP(
-                gate_up=self._columns(gate_up, spec.mlp_bias),
-                down=self._rows(f"{prefix}mlp.down_proj", *inner, spec.mlp_bias),
-            ),
-            parallel=self._parallel,
+
+    def _rope(self, spec: AttentionSpec) -> int:
+        kind = spec.rope, spec.head_dim
+        if kind not in self.ropes:
+            self.ropes.append(kind)
+        return self.ropes.index(kind)
+
+    def _mlp(self, part: str, spec: MLPSpec) -> MLP:
+        inner = self.cut(spec.inner_size)
+        return MLP(
+            gate_up=self._columns([(f"{part}.{name}", *inner) for name in ("gate", "up")], spec.bias),
+            down=self._rows(f"{part}.down", *inner, spec.bias),
         )
 
     def _columns(self, parts: Sequence[tuple[str, int, int]], bias: bool) -> PackedLinear:
         """Output channels `[start, stop)` of several linears, as one."""
-        weight = torch.cat([self.get(f"{name}.weight", 0, start, stop) for name, start, stop in parts])
+        weight = torch.cat([self.get(f"{part}.weight", 0, start, stop) for part, start, stop in parts])
         if not bias:
             return PackedLinear(weight)
         return PackedLinear(
-            weight, torch.cat([self.get(f"{name}.bias", 0, start, stop) for name, start, stop in parts])
+            weight, torch.cat([self.get(f"{part}.bias", 0, start, stop) for part, start, stop in parts])
         )
 
-    def _rows(self, name: str, start: int, stop: int, bias: bool) -> PackedLinear:
+    def _rows(self, part: str, start: int, stop: int, bias: bool) -> PackedLinear:
         """Input channels `[start, stop)`: a partial sum; so only one rank may add the bias."""
-        weight = self.get(f"{name}.weight", 1, start, stop)
-        return PackedLinear(weight, self.get(f"{name}.bias") if bias and self._rank == 0 else None)
+        weight = self.get(f"{part}.weight", 1, start, stop)
+        return PackedLinear(weight, self.get(f"{part}.bias") if bias and self._rank == 0 else None)

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Confi
 from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
-from kvferry.runtime.model.llama import Llama, build_model
+from kvferry.runtime.model.decoder import Decoder, build_model
+from kvferry.runtime.model.families import from_hf_config
 from kvferry.runtime.model.loader import MemoryWeights
 from kvferry.runtime.model.parallel import LocalGroup, LocalParallel, SingleRank, TensorParallel
 from kvferry.runtime.model.runner import Runner
-from kvferry.runtime.model.spec import from_hf_config
 from kvferry.runtime.request import SamplingParams
 from kvferry.runtime.step import Row, SampleInput, StepPlan
 
@@ -104,10 +104,10 @@ def expected_tokens(name: str) -> list[list[int]]:
     return outputs
 
 
-def build(name: str, parallel: TensorParallel) -> Llama:
+def build(name: str, parallel: TensorParallel) -> Decoder:
     model = oracle(name)
     spec = from_hf_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    return build_model(spec, MemoryWeights(dict(model.state_dict())), torch.float32, parallel.rank, parallel)
+    return build_model(spec, MemoryWeights(dict(model.state_dict()), spec), torch.float32, parallel.rank, parallel)
 
 
 class Sequences:

@@ -1,0 +1,44 @@
+"""Model families: one file each says how a `config.json` becomes a `ModelSpec` and how the files spell its parts.
+
+`FAMILIES` is the table of what is supported, by the name in a config's `architectures`. A new family is one file here
+and one row there. Not here: arithmetic (`decoder.py`, `layers.py`), GGUF's own spelling (`gguf_model.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry.runtime.errors import UnsupportedModel
+from kvferry.runtime.model.families import llama, mistral, qwen
+from kvferry.runtime.model.families.config import Config
+from kvferry.runtime.model.families.family import Family
+from kvferry.runtime.model.parts import Source
+from kvferry.runtime.model.spec import ModelSpec, checked
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": llama.LLAMA,
+    "MistralForCausalLM": mistral.MISTRAL,
+    "Qwen2ForCausalLM": qwen.QWEN2,
+    "Qwen3ForCausalLM": qwen.QWEN3,
+}
+_BY_NAME = {family.name: family for family in FAMILIES.values()}
+
+
+def from_hf_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelSpec:
+    """From `config.json` (of any transformers version) and, if there is one, `generation_config.json`.
+
+    Raises `UnsupportedModel` naming what kvferry lacks, `CorruptModel` for a missing or impossible value.
+    """
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in FAMILIES:
+        raise UnsupportedModel(
+            f"config.json: architectures={names!r} is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    return checked(family.read(Config(family.defaults | config, generation or {}, family.name)), "config.json")
+
+
+def hf_source(spec: ModelSpec, part: str) -> Source:
+    """Where a Hugging Face folder of this model has a part."""
+    return _BY_NAME[spec.architecture].source(spec, part)

@@ -1,0 +1,24 @@
+"""Mistral, without its window."""
+
+from __future__ import annotations
+
+from kvferry.runtime.model.families.config import Config
+from kvferry.runtime.model.families.family import Family
+from kvferry.runtime.model.families.llama import llama_attention, uniform
+from kvferry.runtime.model.spec import MLPSpec, ModelSpec
+
+
+def _read(config: Config) -> ModelSpec:
+    config.refuse_common()
+    limit = config.positive("max_position_embeddings")
+    if config.get("sliding_window") is not None and config.positive("sliding_window") < limit:
+        config.refuse("sliding_window", f"supported is null, or at least max_position_embeddings={limit}")
+    attention = llama_attention(config, qkv_bias=False, output_bias=False)
+    return uniform(config, attention, MLPSpec(inner_size=config.positive("intermediate_size")))
+
+
+MISTRAL = Family(
+    name="mistral",
+    read=_read,
+    defaults={"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "sliding_window": 4096},
+)

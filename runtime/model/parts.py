@@ -1,0 +1,91 @@
+"""The tensors that a decoder is made of, by kvferry's own names, and where a file has each.
+
+    embedding.weight   norm.weight   head.weight (absent when tied)
+    layers.N.attention_norm.weight  layers.N.attention.{q,k,v,o}.{weight,bias}  layers.N.attention.{q,k}_norm.weight
+    layers.N.mlp_norm.weight        layers.N.mlp.{gate,up,down}.{weight,bias}
+
+A linear's weight is `[out, in]`. The families say how files spell the parts (`families/`, `gguf_model.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from kvferry.runtime.model.spec import LayerSpec, ModelSpec
+
+Shape = tuple[int, ...]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a part lies in a file."""
+
+    name: str
+    """Of the file's tensor."""
+    first_row: int = 0
+    """Where the part begins, in a tensor that holds several parts one after the other."""
+    item: int | None = None
+    """The part is `tensor[item]`: one of several stacked along a further first dimension."""
+    transposed: bool = False
+    """The file has `[in, out]`."""
+    pair_rows: int = 0
+    """Not 0: each run of so many rows has them as rotated pairs (0, 1), (2, 3), … instead of halves (i, i + n/2)."""
+
+
+Spelling = Callable[[str], Source]
+"""From a part's name to its place in a file."""
+
+
+def part_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Every part the model needs."""
+    hidden = spec.hidden_size
+    shapes: dict[str, Shape] = {"embedding.weight": (spec.vocab_size, hidden)}
+    for number, layer in enumerate(spec.layers):
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in _layer(layer, hidden)}
+    shapes["norm.weight"] = (hidden,)
+    if not spec.tied_embeddings:
+        shapes["head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def _layer(layer: LayerSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    attention, inner = layer.attention, layer.mlp.inner_size
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    yield "attention_norm.weight", (hidden,)
+    yield from _linear("attention.q", q, hidden, attention.qkv_bias)
+    yield from _linear("attention.k", kv, hidden, attention.qkv_bias)
+    yield from _linear("attention.v", kv, hidden, attention.qkv_bias)
+    yield from _linear("attention.o", hidden, q, attention.output_bias)
+    if attention.qk_norm:
+        yield "attention.q_norm.weight", (attention.head_dim,)
+        yield "attention.k_norm.weight", (attention.head_dim,)
+    yield "mlp_norm.weight", (hidden,)
+    yield from _linear("mlp.gate", inner, hidden, layer.mlp.bias)
+    yield from _linear("mlp.up", inner, hidden, layer.mlp.bias)
+    yield from _linear("mlp.down", hidden, inner, layer.mlp.bias)
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def file_shapes(spec: ModelSpec, spelling: Spelling) -> dict[str, Shape]:
+    """Every tensor that a file must have, by its name there: parts that share one are put together again."""
+    found: dict[str, Shape] = {}
+    for part, shape in part_shapes(spec).items():
+        source = spelling(part)
+        rows, *rest = (source.first_row + shape[0], *shape[1:])
+        stored = (*reversed(rest), rows) if source.transposed else (rows, *rest)
+        if source.item is not None:
+            stored = (source.item + 1, *stored)
+        known = found.get(source.name, ())
+        found[source.name] = tuple(map(max, stored, known)) if known else stored
+    return found
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    return sum(math.prod(shape) for shape in part_shapes(spec).values())
