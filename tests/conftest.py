@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m core…` does not import what it will not run: torch, Ray and transformers take longer than the core's tests."""
+    """`-m core…` does not import what it will not run: torch, Ray and transformers take seconds."""
     if not config.option.markexpr.startswith("core") or not collection_path.name.startswith("test_"):
         return None
     return "mark.core" not in collection_path.read_text() or None
