@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.kernels.activation import silu_mul
+from kvferry.kernels.activation import ACTIVATIONS, gated
 from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear
-from kvferry.kernels.norm import add_norm_, rms_norm
+from kvferry.kernels.norm import add_norm_, layer_norm, rms_norm
 from kvferry.kernels.rope import apply_rope_
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.parallel import TensorParallel
+from kvferry.runtime.model.spec import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,23 @@ class RMSNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def of_sum_(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """As `RMSNorm.of_sum_`."""
+        return self(x if delta is None else x.add_(delta))
+
+
+Norm = RMSNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     qkv: PackedLinear
     """To `(H + 2N)·D`: query heads, key heads, value heads."""
@@ -41,8 +59,8 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: int
-    """Which of the decoder's kinds of rope."""
+    rotation: int
+    """Which of the decoder's kinds of rotation."""
 
     def __call__(
         self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
@@ -82,20 +100,26 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    gate_up: PackedLinear
+    up: PackedLinear
+    """With a gate: both, the gate first."""
     down: PackedLinear
+    activation: Activation
+    gated: bool
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         """This rank's share of the output."""
-        return self.down(silu_mul(self.gate_up(x_TC)))
+        inner = self.up(x_TC)
+        return self.down(gated(inner, self.activation) if self.gated else ACTIVATIONS[self.activation](inner))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    attention_norm: RMSNorm
+    attention_norm: Norm
     attention: Attention
-    mlp_norm: RMSNorm
+    attention_post_norm: Norm | None
+    mlp_norm: Norm
     mlp: MLP
+    mlp_post_norm: Norm | None
     parallel: TensorParallel
 
     def __call__(
@@ -113,4 +137,7 @@ class DecoderLayer:
         """
         normed = self.attention_norm.of_sum_(x_TC, delta_TC)
         delta = self.parallel.all_reduce_(self.attention(normed, angles, batch, slots, spans))
-        return self.parallel.all_reduce_(self.mlp(self.mlp_norm.of_sum_(x_TC, delta)))
+        if self.attention_post_norm is not None:
+            delta = self.attention_post_norm(delta)
+        delta = self.parallel.all_reduce_(self.mlp(self.mlp_norm.of_sum_(x_TC, delta)))
+        return delta if self.mlp_post_norm is None else self.mlp_post_norm(delta)

@@ -27,13 +27,13 @@ SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings":
 SLICED = ["attention.q", "attention.k", "mlp.down"]
 
 
-def save(folder: Path, family: str = "Llama", **config: Any) -> dict[str, torch.Tensor]:
+def save(folder: Path, family: str = "Llama", head: str = "ForCausalLM", **config: Any) -> dict[str, torch.Tensor]:
     """A tiny random model in `folder`, in several shards; returns its tensors."""
     import transformers
 
     made = getattr(transformers, f"{family}Config")(**SIZES | config)
     torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(made)
+    model = getattr(transformers, f"{family}{head}")(made)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "norm.weight")):
             torch.nn.init.normal_(parameter)
@@ -124,6 +124,42 @@ def test_sharded_folder_gives_transformers_tensors(tmp_path: Path, family: str, 
     weights.close()
 
 
+@pytest.mark.parametrize(("family", "head"), [("Phi3", "ForCausalLM"), ("GPT2", "LMHeadModel")])
+def test_parts_of_fused_tensors(tmp_path: Path, family: str, head: str) -> None:
+    """A part that begins at the wrong row of its tensor still has the right shape; joined, they must be the file's."""
+    state = save(tmp_path, family, head, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    files = resolve_model(str(tmp_path))
+    spec = load_spec(files)
+    weights = open_weights(files, spec)
+    assert set(weights.names()) == set(part_shapes(spec))
+    fused = {name: tensor for name, tensor in state.items() if "qkv" in name or "gate_up" in name or "c_" in name}
+    for name, tensor in fused.items():
+        parts = [part for part in part_shapes(spec) if hf_source(spec, part).name == name]
+        whole = tensor.t() if family == "GPT2" and tensor.dim() == 2 else tensor
+        assert torch.equal(torch.cat([weights.get(part, torch.float32) for part in parts]), whole), name
+        shares = whole.split([part_shapes(spec)[part][0] for part in parts])
+        for part, share in zip(parts, shares, strict=True):
+            for dim in range(tensor.dim()):
+                piece = weights.get(part, torch.float32, dim, 3, 11)
+                assert torch.equal(piece, share.narrow(dim, 3, 8)), part
+    weights.close()
+
+
+def test_files_of_a_bare_decoder(tmp_path: Path) -> None:
+    """The published GPT-2 was saved without its head, so that names lack their beginning."""
+    import transformers
+
+    state = save(tmp_path / "whole", "GPT2", "LMHeadModel", bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole")
+    model.transformer.save_pretrained(tmp_path / "bare")
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bare")
+    files = resolve_model(str(tmp_path / "bare"))
+    spec = load_spec(files)
+    weights = open_weights(files, spec)
+    assert torch.equal(weights.get("positions.weight", torch.float32), state["transformer.wpe.weight"])
+    weights.close()
+
+
 def test_weights_outlive_the_files(copy: Path) -> None:
     """A tensor that still maps the file would change or crash when the file is replaced."""
     files = resolve_model(str(copy))
@@ -176,8 +212,8 @@ def test_damaged_headers_and_configs_are_named(copy: Path) -> None:
     (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
     with pytest.raises(CorruptModel, match=r"has shape \[64, 32\], the configuration says \[65, 32\]"):
         load_spec(resolve_model(str(copy)))
-    (copy / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel"):
+    (copy / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
         load_spec(resolve_model(str(copy)))
     (copy / "config.json").write_text(json.dumps(config)[:-5])
     with pytest.raises(CorruptModel, match=r"config\.json: not valid JSON"):

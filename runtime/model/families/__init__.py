@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvferry.runtime.errors import UnsupportedModel
-from kvferry.runtime.model.families import llama, mistral, qwen
+from kvferry.runtime.model.families import gpt2, llama, mistral, phi, qwen
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
+from kvferry.runtime.model.families.rope import reach
 from kvferry.runtime.model.parts import Source
 from kvferry.runtime.model.spec import ModelSpec, checked
 
 FAMILIES: dict[str, Family] = {
+    "GPT2LMHeadModel": gpt2.GPT2,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
+    "Phi3ForCausalLM": phi.PHI3,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
 }
@@ -36,7 +41,13 @@ def from_hf_config(config: dict[str, Any], generation: dict[str, Any] | None = N
             f"config.json: architectures={names!r} is not supported; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
-    return checked(family.read(Config(family.defaults | config, generation or {}, family.name)), "config.json")
+    spec = checked(family.read(Config(family.defaults | config, generation or {}, family.name)), "config.json")
+    return msgspec.structs.replace(spec, max_context=reach(spec))
+
+
+def file_prefix(spec: ModelSpec) -> str:
+    """What files of the bare decoder, without its head, leave out of tensors' names."""
+    return _BY_NAME[spec.architecture].prefix
 
 
 def hf_source(spec: ModelSpec, part: str) -> Source:

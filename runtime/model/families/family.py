@@ -51,5 +51,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Refuses by name, with `UnsupportedModel`, whatever of a config it does not understand."""
     source: Callable[[ModelSpec, str], Source] = usual_source
     """Where a part (`parts.py`) lies in the files."""
+    prefix: str = "model."
+    """Before the names of all tensors but the head's; files of the bare decoder leave it out."""
     defaults: dict[str, Any] = {}
     """What transformers assumes where a config.json of the family is silent."""
