@@ -19,11 +19,11 @@ from typing import Literal
 import msgspec
 
 from kvferry.runtime.errors import CorruptModel, NotFound, UnsupportedModel
-from kvferry.runtime.model.families import file_prefix, from_hf_config, hf_source
+from kvferry.runtime.model.families import from_hf_config, hf_source, renamed
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.gguf_model import gguf_source, gguf_spec
 from kvferry.runtime.model.parts import Shape, file_shapes
-from kvferry.runtime.model.safetensors_file import read_folder, read_json, with_prefix
+from kvferry.runtime.model.safetensors_file import read_folder, read_json
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.model.stored import StoredTensor
 
@@ -108,7 +108,7 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     spec = from_hf_config(config, read_json(generation) if generation.is_file() else None)
-    tensors = with_prefix(read_folder(folder), file_prefix(spec))
+    tensors = renamed(spec, read_folder(folder))
     if spec.num_layers > len(tensors):  # before a list of all their tensors is made
         raise CorruptModel(f"{files.path}: the configuration says {spec.num_layers} layers, the weights have fewer")
     shapes = file_shapes(spec, partial(hf_source, spec))

@@ -160,6 +160,25 @@ def test_files_of_a_bare_decoder(tmp_path: Path) -> None:
     weights.close()
 
 
+def test_gemma3_in_a_multimodal_folder(tmp_path: Path) -> None:
+    """Its text model's tensors have three spellings of their names; the vision tower's are nobody's."""
+    import transformers
+
+    text = SIZES | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    files = resolve_model(str(tmp_path))
+    spec = load_spec(files)
+    assert (spec.num_layers, spec.vocab_size, spec.kv_shape.window) == (2, 64, 4096)
+    weights = open_weights(files, spec)
+    norm = weights.get("layers.1.mlp_post_norm.weight", torch.float32)
+    assert torch.equal(norm, model.model.language_model.layers[1].post_feedforward_layernorm.weight)
+    weights.close()
+
+
 def test_weights_outlive_the_files(copy: Path) -> None:
     """A tensor that still maps the file would change or crash when the file is replaced."""
     files = resolve_model(str(copy))
