@@ -24,3 +24,8 @@ def add_norm_(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: f
     if (lib := kernels_for(x, x.shape[-1])) is not None:
         return cpu.add_norm_(lib, x, delta, weight, eps)
     return F.rms_norm(x.add_(delta), (x.shape[-1],), weight, eps)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """`(x - mean(x)) / std(x) * weight + bias` over the last dimension, a new tensor. Source: Ba et al. 2016."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

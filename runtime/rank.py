@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from kvferry.runtime.config import EngineConfig
@@ -46,13 +47,16 @@ class Rank:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         files = resolve_model(model)
-        self.spec = load_spec(files)
-        self.spec.check_tensor_parallel(tp_size)
-        self.dtype = resolve_dtype(config, self.spec)
-        self.max_context = resolve_max_context(config, self.spec)
+        spec = load_spec(files)
+        spec.check_tensor_parallel(tp_size)
+        self.dtype = resolve_dtype(config, spec)
+        self.max_context = resolve_max_context(config, spec)
+        self.spec = msgspec.structs.replace(spec, max_context=self.max_context)
         self.layout = self.spec.kv_layout(config.cache.block_size, self.dtype, tp_size)
         self.num_blocks = resolve_num_blocks(config, self.layout)
-        self.hash_root = hash_root({"model": model_identity(files), **self.layout.content_fields})
+        self.hash_root = hash_root(
+            {"model": model_identity(files), **self.spec.content_fields, **self.layout.content_fields}
+        )
         self.rank = rank
         self._config = config
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

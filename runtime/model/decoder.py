@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from kvferry.kernels.attention import Scoring
 from kvferry.kernels.linear import PackedLinear
-from kvferry.kernels.rope import inverse_frequencies, rope_angles, scale_llama3
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import Batch
-from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, RMSNorm
+from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, LayerNorm, Norm, RMSNorm
 from kvferry.runtime.model.loader import Weights
 from kvferry.runtime.model.parallel import TensorParallel
+from kvferry.runtime.model.rotation import Rotation, make_rotation, rotated_order
 from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
 
 
@@ -28,26 +30,37 @@ class Decoder:
     dtype: torch.dtype
     embedding: torch.Tensor
     """`[vocab_size, hidden_size]`."""
-    frequencies: list[torch.Tensor]
-    """One per kind of rope: float32 `[head_dim / 2]`, radians a position."""
+    embedding_scale: float
+    """Rounded to the dtype."""
+    positions: torch.Tensor | None
+    """`[num_positions, hidden_size]`."""
+    rotations: list[Rotation]
     layers: list[DecoderLayer]
-    norm: RMSNorm
+    norm: Norm
     head: PackedLinear
     parallel: TensorParallel
 
     def forward(self, batch: Batch, storage: KVStorage) -> torch.Tensor:
         """Final hidden states of the tokens of `batch.sample_index`. Mutates `storage`."""
         x = self.embedding.index_select(0, batch.token_ids)
-        angles = [rope_angles(batch.positions, frequencies, self.dtype) for frequencies in self.frequencies]
+        if self.embedding_scale != 1.0:
+            x.mul_(self.embedding_scale)
+        if self.positions is not None:
+            x.add_(self.positions.index_select(0, batch.positions))
+        angles = [rotation.angles(batch.positions, self.dtype) for rotation in self.rotations]
         delta: torch.Tensor | None = None
         for layer, slots, spans in zip(self.layers, storage.slots, storage.spans, strict=True):
-            delta = layer(x, delta, angles[layer.attention.rope], batch, slots, spans)
+            delta = layer(x, delta, angles[layer.attention.rotation], batch, slots, spans)
         wanted = batch.sample_index
         return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[rows, vocab_size]`. Every rank must call it."""
-        return self.parallel.all_gather(self.head(hidden)).float()
+        logits = self.parallel.all_gather(self.head(hidden)).float()
+        if logits.shape[-1] > self.spec.vocab_size:
+            logits = logits[..., : self.spec.vocab_size].contiguous()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
 
 
 def build_model(
@@ -62,34 +75,19 @@ def build_model(
     spec.check_tensor_parallel(parallel.size)
     builder = _Builder(spec, weights, dtype, rank, parallel, device)
     embedding = builder.get("embedding.weight")
-    start, stop = builder.cut(spec.vocab_size)
-    head = embedding[start:stop] if spec.tied_embeddings else builder.get("head.weight", 0, start, stop)
     layers = [builder.layer(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
     return Decoder(
         spec=spec,
         dtype=dtype,
         embedding=embedding,
-        frequencies=[_frequencies(rope, dim).to(embedding.device) for rope, dim in builder.ropes],
+        embedding_scale=torch.tensor(spec.embedding_scale).to(dtype).item(),
+        positions=None if spec.num_positions is None else builder.get("positions.weight"),
+        rotations=[make_rotation(rope, dim, spec.max_context, embedding.device) for rope, dim in builder.ropes],
         layers=layers,
         norm=builder.norm("norm"),
-        head=PackedLinear(head),
+        head=builder.head(embedding),
         parallel=parallel,
     )
-
-
-def _frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
-    frequencies, scaling = inverse_frequencies(dim, rope.theta), rope.scaling
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind == "llama3":
-        return scale_llama3(
-            frequencies,
-            scaling.factor,
-            scaling.low_freq_factor,
-            scaling.high_freq_factor,
-            scaling.original_max_context,
-        )
-    return frequencies
 
 
 class _Builder:
@@ -107,7 +105,7 @@ class _Builder:
         self._spec, self._weights, self._dtype, self._device = spec, weights, dtype, device
         self._rank, self._parallel = rank, parallel
         self._kv_heads = spec.kv_layout(1, spec.dtype, parallel.size).heads(rank)
-        self.ropes: list[tuple[RopeSpec, int]] = []
+        self.ropes: list[tuple[RopeSpec | None, int]] = []
         """Kinds of rope with their dimensions, in the order in which layers came to need them."""
 
     def get(self, part: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -118,34 +116,56 @@ class _Builder:
         share = count // self._parallel.size
         return self._rank * share, (self._rank + 1) * share
 
-    def norm(self, part: str) -> RMSNorm:
-        return RMSNorm(self.get(f"{part}.weight"), self._spec.norm.eps)
+    def norm(self, part: str, order: list[int] | None = None) -> Norm:
+        """`order`: of the weights, if not the files'."""
+        spec = self._spec.norm
+        weight = self._weights.get(f"{part}.weight", torch.float32) + spec.offset
+        weight = (weight if order is None else weight[order]).to(self._device, self._dtype)
+        if spec.kind == "rms":
+            return RMSNorm(weight, spec.eps)
+        return LayerNorm(weight, self.get(f"{part}.bias"), spec.eps)
+
+    def head(self, embedding: torch.Tensor) -> PackedLinear:
+        """As many rows on every rank: the last ones are filled up with zeros."""
+        share = -(-self._spec.vocab_size // self._parallel.size)
+        start, stop = (min(rank * share, self._spec.vocab_size) for rank in (self._rank, self._rank + 1))
+        weight = embedding[start:stop] if self._spec.tied_embeddings else self.get("head.weight", 0, start, stop)
+        return PackedLinear(weight if len(weight) == share else F.pad(weight, (0, 0, 0, share - len(weight))))
 
     def layer(self, part: str, layer: LayerSpec) -> DecoderLayer:
         return DecoderLayer(
             attention_norm=self.norm(f"{part}.attention_norm"),
             attention=self._attention(f"{part}.attention", layer.attention),
+            attention_post_norm=self.norm(f"{part}.attention_post_norm") if layer.post_norms else None,
             mlp_norm=self.norm(f"{part}.mlp_norm"),
             mlp=self._mlp(f"{part}.mlp", layer.mlp),
+            mlp_post_norm=self.norm(f"{part}.mlp_post_norm") if layer.post_norms else None,
             parallel=self._parallel,
         )
 
     def _attention(self, part: str, spec: AttentionSpec) -> Attention:
         q = self.cut(spec.num_heads * spec.head_dim)
         kv = self._kv_heads[0] * spec.head_dim, self._kv_heads[1] * spec.head_dim
+        order = rotated_order(spec.rope, spec.head_dim)
         qkv = [(f"{part}.{name}", *cut) for name, cut in (("q", q), ("k", kv), ("v", kv))]
         return Attention(
-            qkv=self._columns(qkv, spec.qkv_bias),
+            qkv=self._columns(qkv, spec.qkv_bias, [order, order, None]),
             output=self._rows(f"{part}.o", *q, spec.output_bias),
-            q_norm=self.norm(f"{part}.q_norm") if spec.qk_norm else None,
-            k_norm=self.norm(f"{part}.k_norm") if spec.qk_norm else None,
+            q_norm=self._head_norm(f"{part}.q_norm", order) if spec.qk_norm else None,
+            k_norm=self._head_norm(f"{part}.k_norm", order) if spec.qk_norm else None,
             num_heads=spec.num_heads // self._parallel.size,
             num_kv_heads=self._kv_heads[1] - self._kv_heads[0],
             head_dim=spec.head_dim,
-            rope=self._rope(spec),
+            rotation=self._rotation(spec),
+            scoring=Scoring(spec.head_dim**-0.5 if spec.scale is None else spec.scale, spec.softcap, spec.window),
         )
 
-    def _rope(self, spec: AttentionSpec) -> int:
+    def _head_norm(self, part: str, order: list[int] | None) -> RMSNorm:
+        norm = self.norm(part, order)
+        assert isinstance(norm, RMSNorm)  # `spec.checked`: the kernels know no other over heads
+        return norm
+
+    def _rotation(self, spec: AttentionSpec) -> int:
         kind = spec.rope, spec.head_dim
         if kind not in self.ropes:
             self.ropes.append(kind)
@@ -153,21 +173,39 @@ class _Builder:
 
     def _mlp(self, part: str, spec: MLPSpec) -> MLP:
         inner = self.cut(spec.inner_size)
+        names = ("gate", "up") if spec.gated else ("up",)
         return MLP(
-            gate_up=self._columns([(f"{part}.{name}", *inner) for name in ("gate", "up")], spec.bias),
+            up=self._columns([(f"{part}.{name}", *inner) for name in names], spec.bias),
             down=self._rows(f"{part}.down", *inner, spec.bias),
+            activation=spec.activation,
+            gated=spec.gated,
         )
 
-    def _columns(self, parts: Sequence[tuple[str, int, int]], bias: bool) -> PackedLinear:
-        """Output channels `[start, stop)` of several linears, as one."""
-        weight = torch.cat([self.get(f"{part}.weight", 0, start, stop) for part, start, stop in parts])
-        if not bias:
-            return PackedLinear(weight)
-        return PackedLinear(
-            weight, torch.cat([self.get(f"{part}.bias", 0, start, stop) for part, start, stop in parts])
-        )
+    def _columns(
+        self, parts: Sequence[tuple[str, int, int]], bias: bool, orders: Sequence[list[int] | None] | None = None
+    ) -> PackedLinear:
+        """Output channels `[start, stop)` of several linears, as one; `orders`: within each head, if not the files'."""
+        orders = orders or [None] * len(parts)
+        tensors = [
+            torch.cat(
+                [
+                    _reordered(self.get(f"{part}.{kind}", 0, start, stop), order)
+                    for (part, start, stop), order in zip(parts, orders, strict=True)
+                ]
+            )
+            for kind in (("weight", "bias") if bias else ("weight",))
+        ]
+        return PackedLinear(*tensors)
 
     def _rows(self, part: str, start: int, stop: int, bias: bool) -> PackedLinear:
         """Input channels `[start, stop)`: a partial sum; so only one rank may add the bias."""
         weight = self.get(f"{part}.weight", 1, start, stop)
         return PackedLinear(weight, self.get(f"{part}.bias") if bias and self._rank == 0 else None)
+
+
+def _reordered(rows: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """Rows of each head in another order."""
+    if order is None:
+        return rows
+    heads = rows.view(-1, len(order), *rows.shape[1:])
+    return heads[:, order].reshape(rows.shape)

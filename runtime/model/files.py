@@ -3,13 +3,12 @@
 A model is named by one of:
     a folder                Hugging Face layout (`config.json`, safetensors), or one that holds a single `.gguf`
     a file `….gguf`
-    `package:NAME`          the single `.gguf` inside the installed Python package NAME (which is not imported)
+    `package:NAME`          the single `.gguf` inside the installed Python package NAME (`packages.py`)
     `org/name`              a Hugging Face hub id; what is missing locally is downloaded
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from functools import partial
 from hashlib import blake2b
@@ -19,9 +18,10 @@ from typing import Literal
 import msgspec
 
 from kvferry.runtime.errors import CorruptModel, NotFound, UnsupportedModel
-from kvferry.runtime.model.families import from_hf_config, hf_source
+from kvferry.runtime.model.families import from_hf_config, hf_source, renamed
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.gguf_model import gguf_source, gguf_spec
+from kvferry.runtime.model.packages import find_in_package
 from kvferry.runtime.model.parts import Shape, file_shapes
 from kvferry.runtime.model.safetensors_file import read_folder, read_json
 from kvferry.runtime.model.spec import ModelSpec
@@ -45,7 +45,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
 def resolve_model(model: str) -> ModelFiles:
     """Raises `NotFound` when there is no such model, `UnsupportedModel` when it is no layout kvferry reads."""
     if model.startswith(PACKAGE_PREFIX):
-        return _in_package(model.removeprefix(PACKAGE_PREFIX))
+        found = find_in_package(model.removeprefix(PACKAGE_PREFIX)).absolute()
+        return ModelFiles(str(found), "gguf", found.stem)
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_folder(path.absolute(), path.absolute().name)
@@ -56,14 +57,6 @@ def resolve_model(model: str) -> ModelFiles:
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _from_hub(model, HUB_PATTERNS)
     raise NotFound(f"model={model!r}: no such folder or .gguf file; hub ids look like org/name")
-
-
-def _in_package(package: str) -> ModelFiles:
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise NotFound(f"model='{PACKAGE_PREFIX}{package}': no Python package {package!r} is installed")
-    found = [path for folder in spec.submodule_search_locations for path in sorted(Path(folder).rglob("*.gguf"))]
-    return _single(found, f"Python package {package}")
 
 
 def _in_folder(folder: Path, name: str) -> ModelFiles:
@@ -107,7 +100,7 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     folder = Path(files.path)
     config = read_json(folder / "config.json")
     spec = _configured(folder / "config.json")
-    tensors = read_folder(folder)
+    tensors = renamed(spec, read_folder(folder))
     if spec.num_layers > len(tensors):  # before a list of all their tensors is made
         raise CorruptModel(f"{files.path}: the configuration says {spec.num_layers} layers, the weights have fewer")
     shapes = file_shapes(spec, partial(hf_source, spec))

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.kernels.activation import silu_mul
-from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
+from kvferry.kernels.activation import ACTIVATIONS, gated
+from kvferry.kernels.attention import Scoring, causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear
-from kvferry.kernels.norm import add_norm_, rms_norm
+from kvferry.kernels.norm import add_norm_, layer_norm, rms_norm
 from kvferry.kernels.rope import apply_rope_
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.parallel import TensorParallel
+from kvferry.runtime.model.spec import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,23 @@ class RMSNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def of_sum_(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """As `RMSNorm.of_sum_`."""
+        return self(x if delta is None else x.add_(delta))
+
+
+Norm = RMSNorm | LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     qkv: PackedLinear
     """To `(H + 2N)·D`: query heads, key heads, value heads."""
@@ -41,8 +59,9 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: int
-    """Which of the decoder's kinds of rope."""
+    rotation: int
+    """Which of the decoder's kinds of rotation."""
+    scoring: Scoring
 
     def __call__(
         self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
@@ -53,10 +72,10 @@ class Attention:
         if batch.contexts is None:
             out = self._gathered(qkv, angles, batch, slots, spans)
         elif self.q_norm is None or self.k_norm is None:
-            out = batch.contexts.attend(qkv, angles, slots)
+            out = batch.contexts.attend(qkv, angles, slots, self.scoring)
         else:
             norms = self.q_norm.weight, self.k_norm.weight
-            out = batch.contexts.attend(qkv, angles, slots, *norms, self.q_norm.eps)
+            out = batch.contexts.attend(qkv, angles, slots, self.scoring, *norms, self.q_norm.eps)
         return self.output(out.view(-1, heads * self.head_dim))
 
     def _gathered(
@@ -70,32 +89,41 @@ class Attention:
             kv[:, : self.num_kv_heads].copy_(self.k_norm(kv[:, : self.num_kv_heads]))
         apply_rope_(qkv[:, : heads + self.num_kv_heads], angles)
         write_kv(slots, batch.write_index, kv)
-        parts = [paged_attention(q[part.tokens], spans, part.rows, self.num_kv_heads) for part in batch.decode]
-        for part in batch.prefixed:
+        found = batch.gathers.parts(self.scoring.window)
+        parts = [
+            paged_attention(q[part.tokens], spans, part.rows, self.num_kv_heads, self.scoring) for part in found.decode
+        ]
+        for part in found.prefixed:
             k, v = gather_kv(spans, part.spans, part.gathered, self.head_dim, self.num_kv_heads)
-            parts.append(causal_attention(q[part.tokens], k, v, part.start))
-        for tokens in batch.fresh:
+            parts.append(causal_attention(q[part.tokens], k, v, part.start, self.scoring, part.first_key))
+        for tokens in found.fresh:
             k, v = kv[tokens].transpose(0, 1).chunk(2)
-            parts.append(causal_attention(q[tokens], k, v, 0))
+            parts.append(causal_attention(q[tokens], k, v, 0, self.scoring))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    gate_up: PackedLinear
+    up: PackedLinear
+    """With a gate: both, the gate first."""
     down: PackedLinear
+    activation: Activation
+    gated: bool
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         """This rank's share of the output."""
-        return self.down(silu_mul(self.gate_up(x_TC)))
+        inner = self.up(x_TC)
+        return self.down(gated(inner, self.activation) if self.gated else ACTIVATIONS[self.activation](inner))
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    attention_norm: RMSNorm
+    attention_norm: Norm
     attention: Attention
-    mlp_norm: RMSNorm
+    attention_post_norm: Norm | None
+    mlp_norm: Norm
     mlp: MLP
+    mlp_post_norm: Norm | None
     parallel: TensorParallel
 
     def __call__(
@@ -113,4 +141,7 @@ class DecoderLayer:
         """
         normed = self.attention_norm.of_sum_(x_TC, delta_TC)
         delta = self.parallel.all_reduce_(self.attention(normed, angles, batch, slots, spans))
-        return self.parallel.all_reduce_(self.mlp(self.mlp_norm.of_sum_(x_TC, delta)))
+        if self.attention_post_norm is not None:
+            delta = self.attention_post_norm(delta)
+        delta = self.parallel.all_reduce_(self.mlp(self.mlp_norm.of_sum_(x_TC, delta)))
+        return delta if self.mlp_post_norm is None else self.mlp_post_norm(delta)

@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from safetensors import safe_open
 
 from kvferry.runtime.errors import CorruptModel
-from kvferry.runtime.model.families import hf_source
+from kvferry.runtime.model.families import hf_source, renamed
 from kvferry.runtime.model.files import ModelFiles
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.gguf_model import gguf_source
@@ -104,7 +104,7 @@ class MemoryWeights:
     """Weights that already exist as tensors, by the names that a Hugging Face folder gives them."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], spec: ModelSpec) -> None:
-        self._tensors = tensors
+        self._tensors = renamed(spec, tensors)
         self._parts = _Parts(spec, partial(hf_source, spec), "these weights")
 
     def names(self) -> list[str]:
@@ -126,7 +126,7 @@ class SafetensorsWeights:
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, on_progress: Progress | None = None) -> None:
         self._where = files.path
-        self._tensors = read_folder(Path(files.path))
+        self._tensors = renamed(spec, read_folder(Path(files.path)))
         self._parts = _Parts(spec, partial(hf_source, spec), files.path, on_progress)
         self._stack = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}
@@ -138,10 +138,10 @@ class SafetensorsWeights:
         self, part: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
         source = self._parts.source(part)
-        path = _require(self._tensors, source.name, self._where).path
-        if path not in self._opened:
-            self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        stored = self._opened[path].get_slice(source.name)
+        found = _require(self._tensors, source.name, self._where)
+        if found.path not in self._opened:
+            self._opened[found.path] = self._stack.enter_context(safe_open(found.path, framework="pt"))
+        stored = self._opened[found.path].get_slice(found.name)
         tensor = _own(_cut(stored, source, self._parts.index(part, dim, start, stop)), dtype)
         self._parts.read(part)
         return tensor

@@ -1,10 +1,12 @@
 """The tensors that a decoder is made of, by kvferry's own names, and where a file has each.
 
-    embedding.weight   norm.weight   head.weight (absent when tied)
-    layers.N.attention_norm.weight  layers.N.attention.{q,k,v,o}.{weight,bias}  layers.N.attention.{q,k}_norm.weight
-    layers.N.mlp_norm.weight        layers.N.mlp.{gate,up,down}.{weight,bias}
+    embedding.weight   positions.weight   norm.{weight,bias}   head.weight (absent when tied)
+    layers.N.attention_norm.{weight,bias}   layers.N.attention.{q,k,v,o}.{weight,bias}
+    layers.N.attention.{q,k}_norm.weight    layers.N.attention_post_norm.weight
+    layers.N.mlp_norm.{weight,bias}         layers.N.mlp.{gate,up,down}.{weight,bias}   layers.N.mlp_post_norm.weight
 
-A linear's weight is `[out, in]`. The families say how files spell the parts (`families/`, `gguf_model.py`).
+A linear's weight is `[out, in]`; only layer norms have a bias. The families say how files spell the parts
+(`families/`, `gguf_model.py`).
 """
 
 from __future__ import annotations
@@ -42,29 +44,41 @@ def part_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Every part the model needs."""
     hidden = spec.hidden_size
     shapes: dict[str, Shape] = {"embedding.weight": (spec.vocab_size, hidden)}
+    if spec.num_positions is not None:
+        shapes["positions.weight"] = (spec.num_positions, hidden)
     for number, layer in enumerate(spec.layers):
-        shapes |= {f"layers.{number}.{name}": shape for name, shape in _layer(layer, hidden)}
-    shapes["norm.weight"] = (hidden,)
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in _layer(layer, spec)}
+    shapes |= _norm("norm", hidden, spec)
     if not spec.tied_embeddings:
         shapes["head.weight"] = (spec.vocab_size, hidden)
     return shapes
 
 
-def _layer(layer: LayerSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
-    attention, inner = layer.attention, layer.mlp.inner_size
+def _layer(layer: LayerSpec, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    attention, inner, hidden = layer.attention, layer.mlp.inner_size, spec.hidden_size
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    yield "attention_norm.weight", (hidden,)
+    yield from _norm("attention_norm", hidden, spec)
     yield from _linear("attention.q", q, hidden, attention.qkv_bias)
     yield from _linear("attention.k", kv, hidden, attention.qkv_bias)
     yield from _linear("attention.v", kv, hidden, attention.qkv_bias)
     yield from _linear("attention.o", hidden, q, attention.output_bias)
     if attention.qk_norm:
-        yield "attention.q_norm.weight", (attention.head_dim,)
-        yield "attention.k_norm.weight", (attention.head_dim,)
-    yield "mlp_norm.weight", (hidden,)
-    yield from _linear("mlp.gate", inner, hidden, layer.mlp.bias)
+        yield from _norm("attention.q_norm", attention.head_dim, spec)
+        yield from _norm("attention.k_norm", attention.head_dim, spec)
+    yield from _norm("mlp_norm", hidden, spec)
+    if layer.mlp.gated:
+        yield from _linear("mlp.gate", inner, hidden, layer.mlp.bias)
     yield from _linear("mlp.up", inner, hidden, layer.mlp.bias)
     yield from _linear("mlp.down", hidden, inner, layer.mlp.bias)
+    if layer.post_norms:
+        yield from _norm("attention_post_norm", hidden, spec)
+        yield from _norm("mlp_post_norm", hidden, spec)
+
+
+def _norm(name: str, size: int, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (size,)
+    if spec.norm.kind == "layer":
+        yield f"{name}.bias", (size,)
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:

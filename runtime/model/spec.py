@@ -18,17 +18,32 @@ from kvferry.runtime.kv.layout import KVLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies are changed beyond `theta`; fields a kind does not use keep their defaults."""
+    """How rotary frequencies are changed beyond `theta`; fields a kind does not use keep their defaults.
 
-    kind: str = "default"
-    """`default`, `linear` (all frequencies / factor) or `llama3` (low frequencies / factor, smooth in between)."""
+    default
+    linear    all frequencies / factor
+    llama3    low frequencies / factor, high ones unchanged, smooth in between
+    yarn      the same, in between by index (`beta_fast`, `beta_slow`, `truncate`)
+    dynamic   theta grows with a token's position beyond the original context
+    longrope  each frequency / its own factor: short ones up to the original context, long ones for more (ADR 8)
+    """
+
+    kind: RopeKind = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    """What rotated queries and keys are multiplied by (`yarn`, `longrope`)."""
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,36 +51,50 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     theta: float
     scaling: RopeScaling = RopeScaling()
+    dim: int | None = None
+    """So many first dimensions of a head are rotated; `None`: all."""
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """`None`: positions do not enter here."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
     """A norm over each head of q and k before rotation."""
+    scale: float | None = None
+    """What scores are multiplied with; None: `head_dim**-0.5`."""
+    softcap: float | None = None
+    """Then scores become `softcap * tanh(score / softcap)`."""
+    window: int | None = None
+    """A token sees so many positions, its own included; None: all up to its own."""
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`down(activation(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
 
     inner_size: int
     activation: Activation = "silu"
+    gated: bool = True
     bias: bool = False
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionSpec
     mlp: MLPSpec
+    post_norms: bool = False
+    """A norm also over what attention and MLP give, before it is added."""
 
 
 class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """RMS norm."""
-
     eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    """`layer` subtracts the mean and has a bias."""
+    offset: float = 0.0
+    """To be added to the stored weights."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,10 +107,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm: NormSpec
     tied_embeddings: bool
     max_context: int
+    """Tokens of the longest sequence: what the files say, or the lower limit of a deployment."""
     eos_token_ids: list[int]
     bos_token_id: int | None
     dtype: str
     """Of the files: `float32`, `bfloat16` or `float16` (`bfloat16` for a quantised file)."""
+    embedding_scale: float = 1.0
+    """What token embeddings are multiplied by (rounded to the weights' dtype)."""
+    num_positions: int | None = None
+    """Rows of a learned embedding of positions, added to that of tokens."""
+    logit_softcap: float | None = None
+    """Logits become `cap · tanh(logits / cap)`."""
 
     @property
     def num_layers(self) -> int:
@@ -91,6 +127,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_shape(self) -> AttentionSpec:
         """Whose KV geometry all layers share."""
         return self.layers[0].attention
+
+    @property
+    def content_fields(self) -> dict[str, str]:
+        """What makes KV of the same files differ between deployments, for the hash root."""
+        longer = {is_long(layer.attention.rope, self.max_context) for layer in self.layers}
+        return {"rope factors": "long" if True in longer else "short"} if longer - {None} else {}
 
     def kv_layout(self, block_size: int, dtype: str, tp_size: int) -> KVLayout:
         return KVLayout(
@@ -129,7 +171,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         for layer in dict.fromkeys(self.layers):
             yield "attention heads", layer.attention.num_heads
             yield "intermediate channels", layer.mlp.inner_size
-        yield "vocabulary entries", self.vocab_size
+
+
+def is_long(rope: RopeSpec | None, max_context: int) -> bool | None:
+    """Whether longrope's long factors hold, for all sequences of a deployment; `None` for other kinds of rope."""
+    if rope is None or rope.scaling.kind != "longrope":
+        return None
+    return max_context > rope.scaling.original_max_context
 
 
 def checked(spec: ModelSpec, source: str) -> ModelSpec:
@@ -141,7 +189,23 @@ def checked(spec: ModelSpec, source: str) -> ModelSpec:
             )
         if attention.head_dim % 2:
             raise CorruptModel(f"{source}: head dimension {attention.head_dim} must be even for rotary embedding")
+        _check_rope(attention, source)
+        if attention.qk_norm and spec.norm.kind != "rms":
+            raise CorruptModel(f"{source}: norms over heads must be RMS norms")
     for token in spec.eos_token_ids:
         if not 0 <= token < spec.vocab_size:
             raise CorruptModel(f"{source}: eos token {token} is outside the vocabulary [0, {spec.vocab_size})")
     return spec
+
+
+def _check_rope(attention: AttentionSpec, source: str) -> None:
+    rope = attention.rope
+    if rope is None:
+        return
+    dim, scaling = rope.dim or attention.head_dim, rope.scaling
+    least = 4 if scaling.kind == "dynamic" else 2
+    if dim % 2 or not least <= dim <= attention.head_dim:
+        raise CorruptModel(f"{source}: {dim} rotated dimensions must be even, from {least} to {attention.head_dim}")
+    for name, factors in (("short", scaling.short_factors), ("long", scaling.long_factors)):
+        if scaling.kind == "longrope" and len(factors) != dim // 2:
+            raise CorruptModel(f"{source}: longrope has {len(factors)} {name} factors, needs {dim // 2}")

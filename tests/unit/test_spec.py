@@ -9,7 +9,7 @@ import pytest
 from kvferry.runtime.errors import CorruptModel, InvalidArgument, UnsupportedModel
 from kvferry.runtime.model.families import from_hf_config
 from kvferry.runtime.model.parts import num_parameters
-from kvferry.runtime.model.spec import ModelSpec, RopeScaling
+from kvferry.runtime.model.spec import ModelSpec, RopeScaling, RopeSpec
 
 pytestmark = pytest.mark.core
 LLAMA: dict[str, Any] = {
@@ -35,26 +35,30 @@ def spec(**changes: Any) -> ModelSpec:
     return from_hf_config(LLAMA | changes)
 
 
+def scaling(of: ModelSpec) -> RopeScaling:
+    assert of.kv_shape.rope is not None
+    return of.kv_shape.rope.scaling
+
+
 def test_old_and_new_config_keys_mean_the_same() -> None:
     """transformers 5 moved rope keys; a folder saved by either must give the same frequencies."""
     new = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "torch_dtype")} | {"dtype": "bfloat16"}
     assert from_hf_config(new | {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}) == spec()
     old = spec(rope_scaling={"rope_type": "llama3", **SCALING})
     assert from_hf_config(new | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **SCALING}}) == old
-    assert old.kv_shape.rope.scaling == RopeScaling(
+    assert scaling(old) == RopeScaling(
         kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_context=64
     )
-    assert spec(rope_scaling={"type": "linear", "factor": 2}).kv_shape.rope.scaling == RopeScaling(
-        kind="linear", factor=2.0
-    )
+    assert scaling(spec(rope_scaling={"type": "linear", "factor": 2})) == RopeScaling(kind="linear", factor=2.0)
 
 
 def test_silent_config_means_what_transformers_assumes() -> None:
     """A guess of ours where a config is silent computes another model."""
     bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_theta", "max_position_embeddings")}
     read = from_hf_config(bare)
-    attention = read.kv_shape
-    assert (attention.num_kv_heads, attention.rope.theta, read.max_context, attention.head_dim) == (8, 10000.0, 2048, 8)
+    attention, rope = read.kv_shape, read.kv_shape.rope
+    assert rope is not None
+    assert (attention.num_kv_heads, rope.theta, read.max_context, attention.head_dim) == (8, 10000.0, 2048, 8)
     assert not read.tied_embeddings
     assert from_hf_config(LLAMA | {"architectures": ["Qwen3ForCausalLM"]}).kv_shape.head_dim == 128
 
@@ -77,6 +81,46 @@ def test_families_differ_where_they_must() -> None:
     assert spec(architectures=["Qwen2ForCausalLM"]).kv_shape.qkv_bias
 
 
+def test_names_of_earlier_phi3_files() -> None:
+    """`su` and `yarn` are what longrope was called before it was published under its name."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for kind in ("su", "yarn", "longrope"):
+        phi = spec(
+            architectures=["Phi3ForCausalLM"],
+            original_max_position_embeddings=64,
+            rope_scaling={"type": kind, **factors},
+        )
+        assert phi.kv_shape.rope is not None
+        assert (phi.kv_shape.rope.scaling.kind, phi.kv_shape.rope.scaling.factor) == ("longrope", 4.0)
+
+
+def test_gemma3_configs_of_every_age() -> None:
+    """transformers 4 said rope and local layers otherwise, and the multimodal folder holds it all one level below."""
+    names = ("architectures", "rope_theta", "max_position_embeddings", "hidden_act")
+    bare = {k: v for k, v in LLAMA.items() if k not in names} | {"head_dim": 16, "num_hidden_layers": 7}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = bare | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaling, "sliding_window": 512}
+    read = from_hf_config(old | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3})
+    layers = [layer.attention for layer in read.layers]
+    assert [layer.window for layer in layers] == [512, 512, None, 512, 512, None, 512]
+    assert [layer.rope for layer in layers[:3]] == [
+        *[RopeSpec(theta=1e4)] * 2,
+        RopeSpec(theta=1e6, scaling=RopeScaling(kind="linear", factor=8.0)),
+    ]
+    assert (read.embedding_scale, read.norm.offset, read.tied_embeddings, read.max_context) == (8.0, 1.0, True, 131072)
+    kinds = ["full_attention" if layer.window is None else "sliding_attention" for layer in layers]
+    new = bare | {"sliding_window": 512, "layer_types": kinds}
+    new["rope_parameters"] = {
+        "full_attention": {"rope_theta": 1e6, **scaling},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    assert from_hf_config(new | {"architectures": ["Gemma3ForCausalLM"]}) == read
+    above = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "vision_config": {}}
+    inner = {k: v for k, v in new.items() if k not in ("eos_token_id", "torch_dtype")}
+    multimodal = from_hf_config(above | {"text_config": inner, "torch_dtype": "bfloat16"})
+    assert (multimodal.layers, multimodal.eos_token_ids, multimodal.dtype) == (read.layers, [1, 106], "bfloat16")
+
+
 def test_eos_of_generation_config_wins() -> None:
     """Chat models list their end of turn only there; without it answers never end."""
     assert from_hf_config(LLAMA, {"eos_token_id": [5, 2]}).eos_token_ids == [5, 2]
@@ -89,16 +133,20 @@ def test_eos_of_generation_config_wins() -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            r"architectures=\['MambaForCausalLM'\].*supported are LlamaForCausalLM",
+            r"architectures=\['MambaForCausalLM'\].*supported are Gemma2ForCausalLM.*LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures=None"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window=128.*256"),
         ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window=4096"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "rope type 'axial'.*yarn, longrope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope that differs between layers"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
+        ({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, "add_cross_attention=True"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention"]}, r"layer_types=.*supported are 2"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"torch_dtype": "float64"}, "dtype='float64'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -123,6 +171,9 @@ def test_unsupported_is_refused_by_name(changes: dict[str, Any], message: str) -
         ({"eos_token_id": 320}, r"eos token 320 is outside the vocabulary \[0, 320\)"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "factor=None"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": ["a"]}}, r"short_factor=\['a'\]"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.4}, "3 rotated dimensions must be even"),
     ],
 )
 def test_impossible_values_are_named(changes: dict[str, Any], message: str) -> None:

@@ -9,14 +9,21 @@ from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelS
 
 def llama_attention(config: Config, *, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> AttentionSpec:
     num_heads = config.positive("num_attention_heads")
+    head_dim = config.positive("head_dim", config.positive("hidden_size") // num_heads)
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=config.positive("num_key_value_heads", num_heads),
-        head_dim=config.positive("head_dim", config.positive("hidden_size") // num_heads),
-        rope=config.rope(),
+        head_dim=head_dim,
+        rope=config.rope(head_dim),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+    )
+
+
+def llama_mlp(config: Config, *, bias: bool = False) -> MLPSpec:
+    return MLPSpec(
+        inner_size=config.positive("intermediate_size"), activation=config.activation("hidden_act", "silu"), bias=bias
     )
 
 
@@ -44,8 +51,9 @@ def uniform(config: Config, attention: AttentionSpec, mlp: MLPSpec) -> ModelSpec
 
 def _read(config: Config) -> ModelSpec:
     config.refuse_common()
+    config.refuse_windows()
     bias = config.flag("attention_bias")
-    mlp = MLPSpec(inner_size=config.positive("intermediate_size"), bias=config.flag("mlp_bias"))
+    mlp = llama_mlp(config, bias=config.flag("mlp_bias"))
     return uniform(config, llama_attention(config, qkv_bias=bias, output_bias=bias), mlp)
 
 

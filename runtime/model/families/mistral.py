@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
-from kvferry.runtime.model.families.llama import llama_attention, uniform
-from kvferry.runtime.model.spec import MLPSpec, ModelSpec
+from kvferry.runtime.model.families.llama import llama_attention, llama_mlp, uniform
+from kvferry.runtime.model.spec import ModelSpec
 
 
 def _read(config: Config) -> ModelSpec:
@@ -13,8 +13,7 @@ def _read(config: Config) -> ModelSpec:
     limit = config.positive("max_position_embeddings")
     if config.get("sliding_window") is not None and config.positive("sliding_window") < limit:
         config.refuse("sliding_window", f"supported is null, or at least max_position_embeddings={limit}")
-    attention = llama_attention(config, qkv_bias=False, output_bias=False)
-    return uniform(config, attention, MLPSpec(inner_size=config.positive("intermediate_size")))
+    return uniform(config, llama_attention(config, qkv_bias=False, output_bias=False), llama_mlp(config))
 
 
 MISTRAL = Family(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
-from kvferry.runtime.model.families.llama import llama_attention, uniform
-from kvferry.runtime.model.spec import AttentionSpec, MLPSpec, ModelSpec
+from kvferry.runtime.model.families.llama import llama_attention, llama_mlp, uniform
+from kvferry.runtime.model.spec import AttentionSpec, ModelSpec
 
 
 def _read(config: Config, attention: AttentionSpec) -> ModelSpec:
     config.refuse_common()
+    config.refuse_windows()
     if config.get("use_sliding_window"):
         config.refuse("use_sliding_window", "supported is false")
-    return uniform(config, attention, MLPSpec(inner_size=config.positive("intermediate_size")))
+    return uniform(config, attention, llama_mlp(config))
 
 
 def _qwen2(config: Config) -> ModelSpec:

@@ -1,0 +1,140 @@
+"""Tiny configurations of every family that kvferry supports, as transformers makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 200
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(4)],
+    "long_factor": [1.0 + 0.5 * i for i in range(4)],
+    "partial_rotary_factor": 0.5,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Prompts and answers are several windows long.
+GEMMA: dict[str, Any] = COMMON | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "initializer_range": 0.15,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "mha": lambda: LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=4),
+    "gqa-tied": lambda: LlamaConfig(
+        **COMMON, num_attention_heads=6, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True
+    ),
+    "mqa": lambda: LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=1),
+    "llama3-rope": lambda: LlamaConfig(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=LLAMA3
+    ),
+    "linear-rope": lambda: LlamaConfig(
+        **COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+    ),
+    "yarn-rope": lambda: LlamaConfig(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_parameters=YARN
+    ),
+    "yarn-rope-other-ramp": lambda: LlamaConfig(
+        **COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rope_parameters=YARN
+        | {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3},
+    ),
+    # Prompts within the original context, answers beyond it: there a token's position decides, as in transformers.
+    "dynamic-rope": lambda: LlamaConfig(
+        **COMMON | {"max_position_embeddings": 48},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0},
+    ),
+    "all-biases": lambda: LlamaConfig(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True
+    ),
+    "odd-vocabulary": lambda: LlamaConfig(
+        **COMMON | {"vocab_size": VOCAB + 1}, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True
+    ),
+    "mistral": lambda: MistralConfig(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=None
+    ),
+    "qwen2": lambda: Qwen2Config(**COMMON, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
+    "phi3": lambda: Phi3Config(**COMMON, num_attention_heads=4, num_key_value_heads=2),
+    "phi3-longrope-short": lambda: Phi3Config(
+        **COMMON | {"hidden_size": 64},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=512,
+        rope_parameters=LONGROPE | {"factor": 4.0},
+    ),
+    # An original context of one token: every sequence is a long one, in transformers as in our whole deployment.
+    "phi3-longrope-long": lambda: Phi3Config(
+        **COMMON | {"hidden_size": 64},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        original_max_position_embeddings=1,
+        rope_parameters=LONGROPE | {"attention_factor": 1.19},
+    ),
+    "phi3-window": lambda: Phi3Config(**COMMON, num_attention_heads=4, num_key_value_heads=2, sliding_window=9),
+    "gpt2": lambda: GPT2Config(**GPT2),
+    "gpt2-other-scales": lambda: GPT2Config(**GPT2, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True),
+    "gemma2": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
+    "gemma3": lambda: Gemma3TextConfig(
+        **GEMMA | {"num_key_value_heads": 1},
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
