@@ -85,12 +85,20 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     """Over all ranks."""
     num_blocks: int
     max_context: int
+    """Of the model and the options; and one sequence must fit the pool."""
     max_sequences: int
     max_batch_tokens: int
     model: str
     dtype: str
     pids: list[int]
     """Of the group's ranks."""
+    window: int | None = None
+    """Of the main block group: tokens that a later one sees; `None`: all."""
+
+    @property
+    def max_held(self) -> int | None:
+        """Blocks that one sequence keeps in the end; `None`: all that it has."""
+        return None if self.window is None else -(-(self.window - 1) // self.block_size) + 1
 
 
 Load = EngineLoad

@@ -181,6 +181,8 @@ class Router:
         num_output = min(demand.max_new_tokens, math.ceil(self.rates.output_tokens))
         shared = demand.num_tokens // size
         own = -(-(demand.num_tokens + num_output) // size) - shared
+        if (most := member.info.max_held) is not None:
+            return demand.num_sequences * min(shared + own, most)
         return max(0, shared - hits.get(member.peer, 0)) + demand.num_sequences * own
 
     # ------------------------------------------------------------ costs
@@ -206,6 +208,8 @@ class Router:
     ) -> RoutingDecision:
         queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, prefill, hits)
         missing = demand.num_tokens // decode.info.block_size - hits.get(decode.peer, 0)
+        if decode.info.max_held is not None:
+            missing = min(missing, decode.info.max_held)
         num_bytes = max(0, missing) * decode.info.block_bytes
         return RoutingDecision(
             prefill=prefill.peer,

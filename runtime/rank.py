@@ -15,7 +15,7 @@ from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
-from kvferry.runtime.model.fit import resolve_dtype, resolve_max_context, resolve_num_blocks
+from kvferry.runtime.model.fit import resolve_dtype, resolve_kv, resolve_max_context
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
@@ -50,9 +50,8 @@ class Rank:
         self.spec.check_tensor_parallel(tp_size)
         self.dtype = resolve_dtype(config, self.spec)
         self.max_context = resolve_max_context(config, self.spec)
-        self.layout = self.spec.kv_layout(config.cache.block_size, self.dtype, tp_size)
-        self.num_blocks = resolve_num_blocks(config, self.layout)
-        self.hash_root = hash_root({"model": model_identity(files), **self.layout.content_fields})
+        self.kv = resolve_kv(config, self.spec, tp_size)
+        self.hash_root = hash_root({"model": model_identity(files), **self.kv.content_fields})
         self.rank = rank
         self._config = config
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,7 +66,7 @@ class Rank:
             decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel, device)
         finally:
             weights.close()
-        self.storage = KVStorage(self.layout, self.num_blocks, device)
+        self.storage = KVStorage(self.kv.main.layout, self.kv.num_blocks, device)
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._secret = secret.encode()
         self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)
@@ -86,7 +85,7 @@ class Rank:
             raise InvalidArgument("host", None, "a rank without a host has no links")
         self._links = Links(
             self._transport,
-            self.layout,
+            self.kv.main.layout,
             self.rank,
             own.peer,
             self.storage.blocks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.groups import KVGroups, one_group
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.model.spec import ModelSpec
 
@@ -11,8 +12,7 @@ from kvferry.runtime.model.spec import ModelSpec
 def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int) -> None:
     """Raises the `InvalidArgument` that a rank of a group of `tp_size` would raise."""
     spec.check_tensor_parallel(tp_size)
-    resolve_max_context(config, spec)
-    resolve_num_blocks(config, spec.kv_layout(config.cache.block_size, resolve_dtype(config, spec), tp_size))
+    resolve_kv(config, spec, tp_size)
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
@@ -25,6 +25,15 @@ def resolve_max_context(config: EngineConfig, spec: ModelSpec) -> int:
     if wanted is not None and wanted > spec.max_context:
         raise InvalidArgument("max_context", wanted, f"the model was trained for {spec.max_context} tokens")
     return wanted or spec.max_context
+
+
+def resolve_kv(config: EngineConfig, spec: ModelSpec, tp_size: int) -> KVGroups:
+    """The block groups of each rank. Raises `InvalidArgument` if not even one block fits."""
+    layout = spec.kv_layout(config.cache.block_size, resolve_dtype(config, spec), tp_size)
+    num_blocks = resolve_num_blocks(config, layout)
+    longest = resolve_max_context(config, spec)
+    windows = [w for layer in spec.layers if (w := layer.attention.window) is not None and w < longest]
+    return one_group(layout, num_blocks, max(windows) if len(windows) == spec.num_layers else None)
 
 
 def resolve_num_blocks(config: EngineConfig, layout: KVLayout) -> int:

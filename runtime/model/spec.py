@@ -47,6 +47,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     qk_norm: bool = False
     """A norm over each head of q and k before rotation."""
+    window: int | None = None
+    """A token sees so many tokens, its own included; `None`: all before it."""
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True):
