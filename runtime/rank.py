@@ -85,10 +85,10 @@ class Rank:
             raise InvalidArgument("host", None, "a rank without a host has no links")
         self._links = Links(
             self._transport,
-            self.kv.main.layout,
+            self.kv,
             self.rank,
             own.peer,
-            self.storage.blocks,
+            [self.storage.blocks],
             self._config.transfer,
             report,
             self._secret,

@@ -52,7 +52,7 @@ class BlockGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_held(self) -> int | None:
-        """Blocks that a token reads and writes at most; `None`: as many as its sequence has."""
+        """Blocks with what a token sees, back from the last full one, and with itself; `None`: all that there are."""
         return None if self.window is None else -(-(self.window - 1) // self.layout.block_size) + 1
 
     @property

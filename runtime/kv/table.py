@@ -134,8 +134,12 @@ class TableKeeper:
         table.num_announced += 1
 
     def computed(self, sequence: Sequence, table: BlockTable) -> None:
-        """Seals what is full, and lets go of what no later token reads. `sequence.hashes` names all full blocks."""
-        for index in range(table.num_sealed, sequence.num_computed // self._size):
+        """Seals what is full, and lets go of what nobody reads after it. `sequence.hashes` names all full blocks.
+
+        What the token after the last full block sees is kept, so that all full blocks stay a prefix to resume from.
+        """
+        num_full = sequence.num_computed // self._size
+        for index in range(table.num_sealed, num_full):
             if index == table.num_announced:  # filled by decode, so not announced before
                 self._announce(sequence, table)
             canonical = self.pool.seal(table.block_ids[index])
@@ -143,17 +147,18 @@ class TableKeeper:
                 raise InvariantBroken(f"{sequence.key}: block {index} filled while its parent is not here")
             table.block_ids[index] = canonical
             table.num_sealed = index + 1
-        for index in range(table.num_dropped, self.group.first_needed(sequence.num_computed)):
+        for index in range(table.num_dropped, self.group.first_needed(num_full * self._size)):
             self.pool.release(table.block_ids[index])
             table.block_ids[index] = NO_BLOCK
             table.num_dropped = index + 1
 
     def check(self, sequence: Sequence, table: BlockTable) -> str | None:
         """What is wrong with it."""
-        ids, first = table.block_ids, self.group.first_needed(sequence.num_computed)
+        num_full = sequence.num_computed // self._size
+        ids, first = table.block_ids, self.group.first_needed(num_full * self._size)
         rules = {
             "a table is too short": len(ids) * self._size >= sequence.num_computed,
-            "a full block is not sealed": table.num_sealed == sequence.num_computed // self._size,
+            "a full block is not sealed": table.num_sealed == num_full,
             "a block is gone that is needed": NO_BLOCK not in ids[first:],
             "a block is kept that nobody needs": all(block_id == NO_BLOCK for block_id in ids[:first]),
             "dropped blocks are miscounted": table.num_dropped == sum(block_id == NO_BLOCK for block_id in ids),

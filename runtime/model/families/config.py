@@ -40,6 +40,9 @@ class Config:
             self.refuse("hidden_act", "supported is silu")
         if self.get("partial_rotary_factor", 1.0) != 1.0:
             self.refuse("partial_rotary_factor", "supported is 1.0")
+
+    def refuse_windows(self) -> None:
+        """For families whose layers are all alike. Raises `UnsupportedModel`."""
         if "sliding_attention" in (self.get("layer_types") or []):
             self.refuse("layer_types", "supported is full attention in every layer")
 

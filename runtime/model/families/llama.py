@@ -44,6 +44,7 @@ def uniform(config: Config, attention: AttentionSpec, mlp: MLPSpec) -> ModelSpec
 
 def _read(config: Config) -> ModelSpec:
     config.refuse_common()
+    config.refuse_windows()
     bias = config.flag("attention_bias")
     mlp = MLPSpec(inner_size=config.positive("intermediate_size"), bias=config.flag("mlp_bias"))
     return uniform(config, llama_attention(config, qkv_bias=bias, output_bias=bias), mlp)
