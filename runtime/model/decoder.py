@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.kernels.attention import Scoring
 from kvferry.kernels.linear import PackedLinear
 from kvferry.kernels.rope import inverse_frequencies, rope_angles, scale_llama3
 from kvferry.runtime.kv.storage import KVStorage
@@ -143,6 +144,7 @@ class _Builder:
             num_kv_heads=self._kv_heads[1] - self._kv_heads[0],
             head_dim=spec.head_dim,
             rope=self._rope(spec),
+            scoring=Scoring(spec.head_dim**-0.5 if spec.scale is None else spec.scale, spec.softcap, spec.window),
         )
 
     def _rope(self, spec: AttentionSpec) -> int:
