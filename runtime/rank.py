@@ -12,7 +12,7 @@ from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.hashing import hash_root
-from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
 from kvferry.runtime.model.fit import resolve_dtype, resolve_kv, resolve_max_context
@@ -66,7 +66,7 @@ class Rank:
             decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel, device)
         finally:
             weights.close()
-        self.storage = KVStorage(self.kv.main.layout, self.kv.num_blocks, device)
+        self.storage = RankStorage(self.kv, device)
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._secret = secret.encode()
         self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)
@@ -88,7 +88,7 @@ class Rank:
             self.kv,
             self.rank,
             own.peer,
-            [self.storage.blocks],
+            [group.blocks for group in self.storage.groups],
             self._config.transfer,
             report,
             self._secret,

@@ -38,8 +38,9 @@ class TableKeeper:
         if self.group.window is not None:
             return self._find_window(limit, lambda index: self._lookup(sequence, index))
         hits: list[BlockId] = []
-        for index in range(limit):
-            block_id = self._lookup(sequence, index)
+        size = self._size
+        for index, block_hash in enumerate(sequence.hashes[:limit]):
+            block_id = self.pool.lookup(block_hash, sequence.tokens[index * size : (index + 1) * size])
             if block_id is None:
                 break
             hits.append(block_id)

@@ -15,7 +15,7 @@ import torch
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.linear import PackedLinear
 from kvferry.kernels.rope import inverse_frequencies, rope_angles, scale_llama3
-from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, RMSNorm
 from kvferry.runtime.model.loader import Weights
@@ -36,13 +36,16 @@ class Decoder:
     head: PackedLinear
     parallel: TensorParallel
 
-    def forward(self, batch: Batch, storage: KVStorage) -> torch.Tensor:
-        """Final hidden states of the tokens of `batch.sample_index`. Mutates `storage`."""
+    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
+        """Final hidden states of the tokens of `sample_index`. `batches`: by block group. Mutates `storage`."""
+        batch = batches[0]
         x = self.embedding.index_select(0, batch.token_ids)
         angles = [rope_angles(batch.positions, frequencies, self.dtype) for frequencies in self.frequencies]
         delta: torch.Tensor | None = None
-        for layer, slots, spans in zip(self.layers, storage.slots, storage.spans, strict=True):
-            delta = layer(x, delta, angles[layer.attention.rope], batch, slots, spans)
+        for layer, (_, group, place) in zip(self.layers, storage.places, strict=True):
+            memory = storage.groups[group]
+            slots, spans = memory.slots[place], memory.spans[place]
+            delta = layer(x, delta, angles[layer.attention.rope], batches[group], slots, spans)
         wanted = batch.sample_index
         return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
 

@@ -77,7 +77,6 @@ def parse(data: bytes, payload_bytes: int, link_seq: int, expected: Expected) ->
         ("link sequence number", header.link_seq, link_seq),
         ("layout fingerprint", header.fingerprint.hex(), expected.fingerprint.hex()),
         ("number of hashes", len(header.hashes), count),
-        ("announced size", payload_bytes, header.num_bytes),
     )
     for what, got, wanted in checks:
         if got != wanted:
@@ -89,4 +88,6 @@ def parse(data: bytes, payload_bytes: int, link_seq: int, expected: Expected) ->
         return f"block ids must differ and be below {expected.ranges[-1].stop}, and of one block group"
     if header.num_bytes != count * ranges[0].block_bytes:
         return f"payload size is {header.num_bytes}, expected {count * ranges[0].block_bytes}"
+    if payload_bytes != header.num_bytes:
+        return f"announced size is {payload_bytes}, expected {header.num_bytes}"
     return header

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM as AutoModel
 from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
-from kvferry.runtime.kv.storage import KVStorage
-from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import Decoder, build_model
 from kvferry.runtime.model.families import from_hf_config
 from kvferry.runtime.model.loader import MemoryWeights
@@ -121,7 +122,7 @@ class Sequences:
         parallel = parallel or SingleRank()
         self.model = build(name, parallel)
         layout = self.model.spec.kv_layout(BLOCK, "float32", parallel.size)
-        self.storage = KVStorage(layout, num_blocks, "cpu", poison=True)
+        self.storage = RankStorage(one_group(layout, num_blocks), "cpu", poison=True)
         self.runner = Runner(self.model, self.storage, parallel)
         self.free: list[BlockId] = [BlockId(int(b)) for b in np.random.default_rng(1).permutation(num_blocks)]
         self.leads = parallel.rank == 0
@@ -189,8 +190,8 @@ def test_logits(name: str) -> None:
     prompt = prompts()[-1]
     rows = [Row(prompt[:i], 0, sequences.blocks(i), True) for i in (1, 7, len(prompt))]
     with torch.inference_mode():
-        batch = make_batch(rows, sequences.storage)
-        got = sequences.model.logits(sequences.model.forward(batch, sequences.storage))
+        batches = make_batches(rows, sequences.storage)
+        got = sequences.model.logits(sequences.model.forward(batches, sequences.storage))
         expected = torch.stack([oracle(name)(torch.tensor([row.token_ids])).logits[0, -1] for row in rows])
     assert expected.std() > 1.0  # else the comparison proves little
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -229,12 +230,12 @@ def test_each_layer_has_its_own_window_and_scale(without: Callable[[], AbstractC
     )
     spec = structs.replace(spec, layers=layers, tied_embeddings=False)
     ours = build_model(spec, MemoryWeights(dict(model.state_dict()), spec), torch.float32, 0, SingleRank())
-    storage = KVStorage(spec.kv_layout(BLOCK, "float32", 1), 40, "cpu", poison=True)
+    storage = RankStorage(one_group(spec.kv_layout(BLOCK, "float32", 1), 40), "cpu", poison=True)
     prompt, table, got = prompts()[-1], [BlockId(b) for b in range(10, 20)], []
     with without(), torch.inference_mode():
         for start, stop in [(0, 15), (15, 33), *[(i, i + 1) for i in range(33, 40)]]:
-            batch = make_batch([Row(prompt[start:stop], start, table, True)], storage)
-            got.append(ours.logits(ours.forward(batch, storage)))
+            batches = make_batches([Row(prompt[start:stop], start, table, True)], storage)
+            got.append(ours.logits(ours.forward(batches, storage)))
         expected = model(torch.tensor([prompt])).logits[0, [14, *range(32, 40)]]
     torch.testing.assert_close(torch.cat(got), expected, rtol=1e-4, atol=1e-4)
 
