@@ -55,6 +55,11 @@ class BlockGroup(msgspec.Struct, frozen=True, kw_only=True):
         """Blocks with what a token sees, back from the last full one, and with itself; `None`: all that there are."""
         return None if self.window is None else -(-(self.window - 1) // self.layout.block_size) + 1
 
+    def held_bytes(self, num_tokens: int) -> int:
+        """Of one rank, for one sequence of so many tokens."""
+        count = -(-num_tokens // self.layout.block_size)
+        return self.layout.block_bytes * (count if self.max_held is None else min(count, self.max_held))
+
     @property
     def max_tokens(self) -> int | None:
         """Of a sequence that has the pool for itself; `None`: no limit."""
@@ -107,6 +112,10 @@ class KVGroups(msgspec.Struct, frozen=True):
     def num_bytes(self) -> int:
         """Of one rank."""
         return sum(group.num_blocks * group.layout.block_bytes for group in self.groups)
+
+    def held_bytes(self, num_tokens: int) -> int:
+        """Of one rank, for one sequence of so many tokens, in all block groups."""
+        return sum(group.held_bytes(num_tokens) for group in self.groups)
 
     def max_context(self, wanted: int) -> int:
         """At most `wanted`, and no more than one sequence can hold."""

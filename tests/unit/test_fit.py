@@ -117,11 +117,14 @@ def test_gemma_holds_what_the_formula_says() -> None:
     full_bytes = held_bytes(plain, 4096)
     assert full_bytes == pytest.approx(18 * 4096 * per_token_and_layer, rel=0.01)
     mixed_bytes = held_bytes(mixed, 4096)
+    assert full_bytes == plain.held_bytes(4096)
+    assert mixed_bytes == pytest.approx(mixed.held_bytes(4096), rel=0.02)
     assert mixed_bytes == pytest.approx((3 * 4096 + 15 * (512 + 16)) * per_token_and_layer, rel=0.02)
     assert mixed_bytes < 0.28 * full_bytes
 
 
 def test_mistral_is_flat_once_past_the_window() -> None:
     kv = resolve_kv(config(num_blocks=600), spec([512] * 18), 1)
-    assert held_bytes(kv, 1030) == held_bytes(kv, 2050) == held_bytes(kv, 4100) == 33 * kv.main.layout.block_bytes
+    assert held_bytes(kv, 1030) == held_bytes(kv, 2050) == held_bytes(kv, 4100) == kv.held_bytes(4100)
+    assert kv.held_bytes(4100) == 33 * kv.main.layout.block_bytes
     assert msgspec.structs.replace(kv.main, num_blocks=33).max_tokens is None, "one window of blocks serves any length"
