@@ -200,6 +200,7 @@ class Worker:
             num_blocks=rank.kv.num_blocks,
             max_context=rank.kv.max_context(rank.max_context),
             window=rank.kv.main.window,
+            beside=m.blocks_beside(rank.kv),
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             model=self._spec.model,

@@ -121,6 +121,7 @@ class SimGroup:
             num_blocks=self.shape.num_blocks,
             max_context=self.engine.max_context,
             window=self.kv.main.window,
+            beside=m.blocks_beside(self.kv),
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             model="toy",

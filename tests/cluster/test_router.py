@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cluster.messages import Load
+from kvferry.cluster.messages import Load, WindowBlocks
 from kvferry.cluster.registry import GroupState, Member
 from kvferry.cluster.router import Demand, Router, RouterConfig
 
@@ -258,3 +258,13 @@ def test_behind_a_window_a_sequence_takes_no_more_than_its_window(toy: Any) -> N
     assert router.num_blocks(demand, windowed, {}) == 2 * 5
     shipped = [router._pair(demand, prefill, m, {}, "").transfer_s for m in (plain, windowed)]
     assert shipped[1] < shipped[0] / 5
+
+
+def test_the_fuller_of_two_block_groups_counts(toy: Any) -> None:
+    """Fault: short sequences fill the pool of layers with a window long before the other, and none the wiser."""
+    beside = WindowBlocks(num_blocks=50, max_held=5, block_bytes=100_000)
+    port = toy.ManualPort("m", 1, "decode", block_size=16, block_bytes=400_000, num_blocks=200, beside=beside)
+    mixed, router = Member(port, 0), Router(RouterConfig())
+    assert router.num_blocks(Demand(32, 1, 1), mixed, {}) == 3 * 200 // 50
+    assert router.num_blocks(Demand(1600, 1, 1), mixed, {}) == 101
+    assert router.num_blocks(Demand(1600, 1, 1), mixed, {mixed.peer: 100}) == 5 * 200 // 50
