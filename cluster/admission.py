@@ -198,8 +198,7 @@ class Admission:
 
 def _fits(demand: Demand, member: Member) -> bool:
     """Whether the group could ever hold one of the sequences."""
-    info = member.info
-    return demand.num_tokens + 1 <= min(info.max_context, info.num_blocks * info.block_size)
+    return demand.num_tokens + 1 <= member.info.max_context
 
 
 def _share_missing(members: Sequence[Member]) -> float:

@@ -367,7 +367,7 @@ class Gateway:
         """Of the model and the options; and a sequence must fit the smallest pool, or it could not move there."""
         wanted = self._config.engine.scheduler.max_context
         limits = [self._spec.max_context] + ([] if wanted is None else [wanted])
-        limits += [info.num_blocks * info.block_size for info in (member.info for member in self.registry.members())]
+        limits += [member.info.max_context for member in self.registry.members()]
         return min(limits)
 
     def _eos_token_ids(self) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, SequenceKey, TransferId
+from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.reports import EngineLoad
 from kvferry.runtime.request import SequenceRequest, TokenEvent
 from kvferry.runtime.transfer.ticket import ExpectRequest, GroupAddress, Ticket, TransferEvent
@@ -77,6 +78,25 @@ ToGroup = Hello | Alive | Submit | Cancel | Expect | SendTicket | EndTransfer | 
 
 
 # ---------------------------------------------------------------- group → gateway
+class WindowBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The block group of layers with a window, beside the main one."""
+
+    num_blocks: int
+    max_held: int
+    """By one sequence in the end."""
+    block_bytes: int
+    """Over all ranks."""
+
+
+def blocks_beside(kv: KVGroups) -> WindowBlocks | None:
+    """`None`: there is only the main block group."""
+    if len(kv.groups) == 1:
+        return None
+    group = kv.groups[1]
+    assert group.max_held is not None
+    return WindowBlocks(group.num_blocks, group.max_held, group.layout.block_bytes * kv.tp_size)
+
+
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a group says of itself when it registers."""
 
@@ -89,12 +109,21 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     """Over all ranks."""
     num_blocks: int
     max_context: int
+    """Of the model and the options; and one sequence must fit the pool."""
     max_sequences: int
     max_batch_tokens: int
     model: str
     dtype: str
     pids: list[int]
     """Of the group's ranks."""
+    window: int | None = None
+    """Of the main block group: tokens that a later one sees; `None`: all."""
+    beside: WindowBlocks | None = None
+
+    @property
+    def max_held(self) -> int | None:
+        """Blocks that one sequence keeps in the end; `None`: all that it has."""
+        return None if self.window is None else -(-(self.window - 1) // self.block_size) + 1
 
 
 Load = EngineLoad

@@ -178,7 +178,9 @@ class Mover:
         if source is None or sequence.leg is None or sequence.leg.peer != peer:
             return False
         tokens = [*record.request.prompt_token_ids, *sequence.tokens][:-1]  # the last one has no KV yet
-        hits = self._index.longest_prefix(self._placer.hashes(record, tokens), self._clock.now_ns())
+        hits = self._index.longest_prefix(
+            self._placer.hashes(record, tokens), self._clock.now_ns(), self._registry.num_window
+        )
         decision = self._router.route_move(record.demand([sequence]), source, self._registry.routable(), hits, avoid)
         if decision is None:
             return False

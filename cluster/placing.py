@@ -130,7 +130,9 @@ class Placer:
     ) -> RoutingDecision | None:
         """`None`: there is no room."""
         demand = record.demand(sequences)
-        hits = self._index.longest_prefix(self.hashes(record, record.shared_tokens(sequences)), now_ns)
+        hits = self._index.longest_prefix(
+            self.hashes(record, record.shared_tokens(sequences)), now_ns, self._registry.num_window
+        )
         avoid = set[Peer]().union(*(s.avoid for s in sequences))
         return self._router.route(demand, self._admission.open_to(demand, members, hits, new), hits, avoid)
 
@@ -165,7 +167,7 @@ class Placer:
             return
         sequences = record.on(prefill.peer, placement)
         tokens = record.shared_tokens(sequences)
-        hits = self._index.longest_prefix(self.hashes(record, tokens), self._clock.now_ns())
+        hits = self._index.longest_prefix(self.hashes(record, tokens), self._clock.now_ns(), self._registry.num_window)
         others = [m for m in self._registry.routable() if m.peer not in placement.refused]
         decision = self._router.route_decode(record.demand(sequences), prefill, others, hits)
         if decision is None:

@@ -112,10 +112,22 @@ class PrefixIndex:
             self._num_expects += 1
             heapq.heappush(self._expiries, (until_ns, self._num_expects, peer, booked))
 
-    def longest_prefix(self, hashes: Sequence[BlockHash], now_ns: int) -> dict[Peer, int]:
-        """How many leading blocks each group holds or is about to hold; groups without any are left out."""
+    def longest_prefix(
+        self, hashes: Sequence[BlockHash], now_ns: int, num_window: int | None = None
+    ) -> dict[Peer, int]:
+        """How many leading blocks each group holds or is about to hold; groups without any are left out.
+
+        `num_window`: only the last so many of them need to be there.
+        """
         self._expire(now_ns)
         found: dict[Peer, int] = {}
+        if num_window is not None:
+            runs: dict[Peer, int] = {}
+            for i, block_hash in enumerate(hashes):
+                holders = self._holders.get(block_hash, set()) | self._expected.get(block_hash, {}).keys()
+                runs = {peer: runs.get(peer, 0) + 1 for peer in holders}
+                found |= {peer: i + 1 for peer, run in runs.items() if run >= min(i + 1, num_window)}
+            return found
         walking: set[Peer] | None = None
         for i, block_hash in enumerate(hashes):
             holders = self._holders.get(block_hash, set()) | self._expected.get(block_hash, {}).keys()

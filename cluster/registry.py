@@ -195,6 +195,12 @@ class Registry:
     def block_size(self) -> int:
         return self.reference.block_size
 
+    @property
+    def num_window(self) -> int | None:
+        """Blocks before a token that it needs; `None`: all."""
+        window = self.reference.window
+        return None if window is None else -(-(window - 1) // self.block_size)
+
     # ------------------------------------------------------------ inside
     def _check_compatible(self, info: GroupInfo) -> None:
         if self._reference is None:

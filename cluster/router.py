@@ -176,12 +176,21 @@ class Router:
         self.load.check_invariants()
 
     def num_blocks(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> int:
-        """Blocks that the demand is expected to take on a group in the end, besides those that are there."""
-        size = member.info.block_size
+        """Blocks that the demand is expected to take on a group in the end, besides those that are there.
+
+        With two block groups: of the main one, or as large a share of it as is taken of the other.
+        """
+        info, size = member.info, member.info.block_size
         num_output = min(demand.max_new_tokens, math.ceil(self.rates.output_tokens))
         shared = demand.num_tokens // size
         own = -(-(demand.num_tokens + num_output) // size) - shared
-        return max(0, shared - hits.get(member.peer, 0)) + demand.num_sequences * own
+        if info.max_held is not None:
+            return demand.num_sequences * min(shared + own, info.max_held)
+        num_blocks = max(0, shared - hits.get(member.peer, 0)) + demand.num_sequences * own
+        if (beside := info.beside) is None:
+            return num_blocks
+        held = demand.num_sequences * min(shared + own, beside.max_held)
+        return max(num_blocks, -(-held * info.num_blocks // beside.num_blocks))
 
     # ------------------------------------------------------------ costs
     def _whole(self, demand: Demand, member: Member, hits: Mapping[Peer, int], reason: str) -> RoutingDecision:
@@ -205,8 +214,11 @@ class Router:
         self, demand: Demand, prefill: Member, decode: Member, hits: Mapping[Peer, int], reason: str
     ) -> RoutingDecision:
         queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, prefill, hits)
-        missing = demand.num_tokens // decode.info.block_size - hits.get(decode.peer, 0)
-        num_bytes = max(0, missing) * decode.info.block_bytes
+        info = decode.info
+        missing = max(0, demand.num_tokens // info.block_size - hits.get(decode.peer, 0))
+        num_bytes = (missing if info.max_held is None else min(missing, info.max_held)) * info.block_bytes
+        if info.beside is not None:
+            num_bytes += min(missing, info.beside.max_held) * info.beside.block_bytes
         return RoutingDecision(
             prefill=prefill.peer,
             decode=decode.peer,

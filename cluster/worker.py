@@ -29,7 +29,7 @@ from kvferry.cluster.telemetry import configure_logging
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import GroupUnavailable, KvferryError
 from kvferry.runtime.ids import Peer
-from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.secret import tag
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
@@ -85,8 +85,7 @@ class RankLike(Protocol):
     """The part of `kvferry.runtime.rank.Rank` that a worker drives."""
 
     address: RankAddress
-    layout: KVLayout
-    num_blocks: int
+    kv: KVGroups
     max_context: int
     hash_root: bytes
 
@@ -131,7 +130,7 @@ class Worker:
         self._on_progress(1, 1)
         return Loaded(
             address=rank.address,
-            fingerprint=rank.layout.fingerprint,
+            fingerprint=rank.kv.fingerprint,
             host=self._host,
             group_port=self._channel.port if self._channel else 0,
             pid=os.getpid(),
@@ -181,7 +180,7 @@ class Worker:
         spec, rank, channel = self._spec, self._loaded(), self._channel
         execute = rank.execute if channel is None else _with_followers(channel, rank)
         engine: EngineLike = _resolve(spec.engine_class)(
-            spec.config, rank.layout, rank.num_blocks, rank.hash_root, own, rank.max_context, execute
+            spec.config, rank.kv, rank.hash_root, own, rank.max_context, execute
         )
         stream = StreamThread(self._info(rank, own, pids), spec.secret, self._host, engine)
         if channel is not None:
@@ -196,14 +195,16 @@ class Worker:
             address=own,
             role=self._spec.role,
             hash_root=rank.hash_root,
-            block_size=rank.layout.block_size,
-            block_bytes=rank.layout.block_bytes * self._spec.tp_size,
-            num_blocks=rank.num_blocks,
-            max_context=rank.max_context,
+            block_size=rank.kv.block_size,
+            block_bytes=rank.kv.main.layout.block_bytes * self._spec.tp_size,
+            num_blocks=rank.kv.num_blocks,
+            max_context=rank.kv.max_context(rank.max_context),
+            window=rank.kv.main.window,
+            beside=m.blocks_beside(rank.kv),
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             model=self._spec.model,
-            dtype=rank.layout.dtype,
+            dtype=rank.kv.main.layout.dtype,
             pids=pids,
         )
 

@@ -26,9 +26,10 @@ from kvferry.runtime.errors import (
     QueueFull,
 )
 from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
+from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.hashing import hash_chain, salted_root
-from kvferry.runtime.kv.layout import KVLayout
-from kvferry.runtime.kv.pool import BlockPool
+from kvferry.runtime.kv.pools import Pools
+from kvferry.runtime.kv.table import TableKeeper
 from kvferry.runtime.meters import Meters
 from kvferry.runtime.reports import EngineAudit, EngineLoad, StepOutput
 from kvferry.runtime.request import FinishReason, SequenceRequest, TokenEvent, check_length
@@ -59,8 +60,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        layout: KVLayout,
-        num_blocks: int,
+        kv: KVGroups,
         hash_root: bytes,
         address: GroupAddress,
         max_context: int,
@@ -68,16 +68,22 @@ class Engine:
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self.config = config
-        self.layout = layout
+        self.kv = kv
         self.address = address
         self.hash_root = hash_root
-        self.max_context = min(max_context, num_blocks * layout.block_size)
-        self.pool = BlockPool(num_blocks, layout.block_size)
+        self.max_context = kv.max_context(max_context)
+        self.pools = Pools(kv)
+        self.pool = self.pools.pools[0]
+        """Of the main block group."""
+        keepers = [
+            TableKeeper(group, pool, config.scheduler.max_batch_tokens)
+            for group, pool in zip(kv.groups, self.pools.pools, strict=True)
+        ]
         self.scheduler = Scheduler(
-            config.scheduler, self.pool, self._may_start, self._leave_transfer, self._waits_for, self._holds_blocks
+            config.scheduler, keepers, self._may_start, self._leave_transfer, self._waits_for, self._holds_blocks
         )
-        self.inbound = Inbound(self.pool)
-        self.outbound = Outbound(self.pool, config.transfer.blocks_per_message)
+        self.inbound = Inbound(self.pools)
+        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message)
         self.meters = Meters()
         self._execute = execute
         self._clock = clock
@@ -116,7 +122,7 @@ class Engine:
         root = salted_root(self.hash_root, request.cache_salt)
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         self._num_submitted += 1
-        hashes = hash_chain(root, tokens, self.layout.block_size)
+        hashes = hash_chain(root, tokens, self.kv.block_size)
         step_ns = int(self.config.scheduler.priority_step_s * 1e9)
         sequence = Sequence(request, root, hashes, self._num_submitted, step_ns)
         self.scheduler.add(sequence)
@@ -167,15 +173,18 @@ class Engine:
         if request.source.peer == self.address.peer:
             raise InvalidArgument("source", str(request.source.peer), "a group does not send blocks to itself")
         root = salted_root(self.hash_root, request.cache_salt)
-        hashes = hash_chain(root, request.token_ids, self.layout.block_size)
-        source_layout = msgspec.structs.replace(self.layout, tp_size=request.source.tp_size)
-        routes = {(r.source_rank, r.destination_rank) for r in copy_plan(source_layout, self.layout)}
-        # A sequence that waits for its blocks needs one more for its tail: leave that much to each.
-        spare = 1 + len(self._adopters) + len(self.scheduler.running) + self.scheduler.num_reserved
-        wanted = self.pool.num_to_hold(hashes)
-        if (free := self.pool.num_available) < wanted + spare:
-            raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {wanted} + {spare} wanted")
-        ticket = self.inbound.expect(request, hashes, self.layout.block_size, routes, self.address, now_ns)
+        hashes = hash_chain(root, request.token_ids, self.kv.block_size)
+        layout = self.kv.main.layout  # heads are cut alike in all groups
+        source_layout = msgspec.structs.replace(layout, tp_size=request.source.tp_size)
+        routes = {(r.source_rank, r.destination_rank) for r in copy_plan(source_layout, layout)}
+        needed = [group.needed(hashes) for group in self.kv.groups]
+        for i, (pool, blocks) in enumerate(zip(self.pools.pools, needed, strict=True)):
+            # A sequence that waits for its blocks needs one more for its tail: leave that much to each.
+            spare = 1 + len(self._adopters) + self.scheduler.num_spared(i)
+            wanted = pool.num_to_hold([block.hash for block in blocks])
+            if (free := pool.num_available) < wanted + spare:
+                raise NoFreeBlocks(f"{self.address.peer}: {free} KV blocks available, {wanted} + {spare} wanted")
+        ticket = self.inbound.expect(request, needed, self.kv.block_size, routes, self.address, now_ns)
         self._changed = True
         if ticket.missing:
             self.scheduler.passed_by_transfer()
@@ -213,7 +222,7 @@ class Engine:
         if isinstance(report, Received):
             self._plan.imports += self.inbound.received(report)
         elif isinstance(report, Sent):
-            self.outbound.sent(report, self.layout.tp_size)
+            self.outbound.sent(report, self.kv.tp_size)
         else:
             self.inbound.link_down(report.peer, report.reason)
             self.outbound.link_down(report.peer, report.reason)
@@ -228,7 +237,7 @@ class Engine:
 
     def _waits_for(self, sequence: Sequence, block_hash: BlockHash) -> bool:
         """A prefill leg waits for no transfer: that one's source may be waiting for what the leg sends."""
-        num_pending = self.pool.num_pending(block_hash)
+        num_pending = self.pools.num_pending(block_hash)
         if sequence.request.sends_transfer_id is not None:
             num_pending -= self.inbound.num_expected(block_hash)
         return num_pending > 0
@@ -274,9 +283,9 @@ class Engine:
         end = self._clock()
         self.meters.step(batch, (end - begin) / 1e9)
         drawn = self.scheduler.commit(batch, result.sampled)
-        stored, removed = self.pool.take_events()
+        stored, removed = self.pools.take_events()
         # Before ends, which say that no more will be sealed.
-        self._plan.sends += self.outbound.sealed(self.pool.take_sealed())
+        self._plan.sends += self.outbound.sealed(self.pools.take_sealed())
         for sequence, token in drawn:
             self._deliver(sequence, token, end)
         transfers = [*self.inbound.take_events(end), *self.outbound.take_events(end)]
@@ -357,7 +366,7 @@ class Engine:
             waiting_tokens=self._waiting_tokens(),
             num_free_blocks=self.pool.num_available,
             num_cached_blocks=self.pool.num_sealed,
-            num_leased_blocks=self.pool.num_leased,
+            num_leased_blocks=self.pools.num_leased,
             prefill_tokens_per_s=meters.prefill_tokens_per_s,
             decode_step_s=meters.decode_step_s,
             link_bytes_per_s=meters.link_bytes_per_s,
@@ -371,14 +380,14 @@ class Engine:
     def audit(self) -> EngineAudit:
         """Checks all invariants, the pool against everybody who holds blocks, and lists what is held."""
         broken = []
-        held = Counter(block_id for s in self.scheduler.running for block_id in s.block_ids)
+        held = Counter(b for s in self.scheduler.running for table in s.tables for b in table.held())
         held += self.inbound.references() + self.outbound.references()
         checks: list[Callable[[], None]] = [
-            self.pool.check_invariants,
+            self.pools.check_invariants,
             self.scheduler.check_invariants,
             self.inbound.check_invariants,
             self.outbound.check_invariants,
-            partial(self.pool.check_holders, held),
+            partial(self.pools.check_holders, held),
         ]
         for check in checks:
             try:
@@ -390,8 +399,9 @@ class Engine:
             sequences=[s.key for s in self.scheduler.sequences()],
             inbound=self.inbound.ids(),
             outbound=self.outbound.ids(),
-            num_leased_blocks=self.pool.num_leased,
+            num_leased_blocks=self.pools.num_leased,
         )
 
     def cached_hashes(self) -> list[BlockHash]:
+        """Of the main block group: what `step` tells of."""
         return self.pool.hashes()

@@ -104,11 +104,10 @@ class LLM:
         with progress_bar(f"Loading {model}") as on_progress:
             self._rank = Rank(model, config, on_progress=on_progress)
         rank = self._rank
-        address = GroupAddress(Peer(GroupId("local"), Epoch(0)), 1, rank.layout.fingerprint, [])
+        address = GroupAddress(Peer(GroupId("local"), Epoch(0)), 1, rank.kv.fingerprint, [])
         self._engine = Engine(
             config,
-            rank.layout,
-            rank.num_blocks,
+            rank.kv,
             rank.hash_root,
             address,
             rank.max_context,

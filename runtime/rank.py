@@ -13,10 +13,10 @@ from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.hashing import hash_root
-from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
-from kvferry.runtime.model.fit import resolve_dtype, resolve_max_context, resolve_num_blocks
+from kvferry.runtime.model.fit import resolve_dtype, resolve_kv, resolve_max_context
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
@@ -52,10 +52,9 @@ class Rank:
         self.dtype = resolve_dtype(config, spec)
         self.max_context = resolve_max_context(config, spec)
         self.spec = msgspec.structs.replace(spec, max_context=self.max_context)
-        self.layout = self.spec.kv_layout(config.cache.block_size, self.dtype, tp_size)
-        self.num_blocks = resolve_num_blocks(config, self.layout)
+        self.kv = resolve_kv(config, self.spec, tp_size)
         self.hash_root = hash_root(
-            {"model": model_identity(files), **self.spec.content_fields, **self.layout.content_fields}
+            {"model": model_identity(files), **self.spec.content_fields, **self.kv.content_fields}
         )
         self.rank = rank
         self._config = config
@@ -71,7 +70,7 @@ class Rank:
             decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel, device)
         finally:
             weights.close()
-        self.storage = KVStorage(self.layout, self.num_blocks, device)
+        self.storage = RankStorage(self.kv, device)
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._secret = secret.encode()
         self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)
@@ -90,10 +89,10 @@ class Rank:
             raise InvalidArgument("host", None, "a rank without a host has no links")
         self._links = Links(
             self._transport,
-            self.layout,
+            self.kv,
             self.rank,
             own.peer,
-            self.storage.blocks,
+            [group.blocks for group in self.storage.groups],
             self._config.transfer,
             report,
             self._secret,

@@ -8,14 +8,15 @@ Each plan serves running sequences first (decodes, then prefill chunks), then ad
 arrival, where a step of priority is a head start of `priority_step_s`. A waiting sequence whose next block somebody is
 just filling (a running sequence, a transfer) is passed over until that block is sealed or withdrawn: nothing is
 computed twice. One that lacks blocks is passed by others that have enough, `max_bypass` times; from then on nobody
-takes new blocks before it does. Blocks for all known tokens are leased at admission, further ones as the sequence
-grows; when none is left, the last sequence in order is preempted.
+takes new blocks before it does. Blocks for all known tokens are leased at admission (behind a window: for the chunk at
+hand), further ones as the sequence grows; when none is left, the last sequence in order is preempted.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -23,8 +24,8 @@ from kvferry.runtime.config import SchedulerConfig
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockHash, BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.hashing import hash_block
-from kvferry.runtime.kv.pool import BlockPool
-from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.kv.table import TableKeeper
+from kvferry.runtime.sequence import BlockTable, Sequence
 from kvferry.runtime.step import Row, SampledToken, SampleInput
 
 MAX_BLOCKED = 8
@@ -46,7 +47,7 @@ class Batch(msgspec.Struct):
 
 
 class Scheduler:
-    """Plans and commits steps over one pool.
+    """Plans and commits steps over the pools of one engine: `keepers`, one for each block group.
 
     `may_start(sequence)` says whether a waiting sequence's transfer is over, `waits_for(sequence, hash)` whether it
     should wait for a block that is not here, `holds_blocks(sequence)` whether a transfer holds blocks for it;
@@ -56,17 +57,18 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        pool: BlockPool,
-        may_start: Callable[[Sequence], bool] = lambda _: True,
-        on_admitted: Callable[[Sequence], None] = lambda _: None,
-        waits_for: Callable[[Sequence, BlockHash], bool] | None = None,
-        holds_blocks: Callable[[Sequence], bool] = lambda _: False,
+        keepers: list[TableKeeper],
+        may_start: Callable[[Sequence], bool],
+        on_admitted: Callable[[Sequence], None],
+        waits_for: Callable[[Sequence, BlockHash], bool],
+        holds_blocks: Callable[[Sequence], bool],
     ) -> None:
         self._config = config
-        self._pool = pool
+        self._keepers = keepers
+        self._size = keepers[0].pool.block_size
         self._may_start = may_start
         self._on_admitted = on_admitted
-        self._waits_for = waits_for or (lambda _, block_hash: pool.is_pending(block_hash))
+        self._waits_for = waits_for
         self._holds_blocks = holds_blocks
         self.waiting: list[Sequence] = []
         self.blocked: list[Sequence] = []
@@ -111,8 +113,9 @@ class Scheduler:
                 break
             if sequence not in self.running:  # preempted by one before it
                 continue
-            if self._grow(sequence, now_ns):
-                budget -= self._add_row(batch, sequence, budget, now_ns)
+            if count := self._grow(batch, sequence, min(sequence.num_uncomputed, budget), now_ns):
+                self._add_row(batch, sequence, count, now_ns)
+                budget -= count
         blocked = self._admit(batch, budget, now_ns)
         self.is_stuck = blocked and not self.running
         return batch
@@ -126,7 +129,7 @@ class Scheduler:
             if budget == 0 or len(self.running) >= self._config.max_sequences or len(blocked) > MAX_BLOCKED:
                 break
             # Each one needs a block for its last token, and each running one keeps one to grow.
-            if blocked and self._pool.num_available <= len(self.running):
+            if blocked and any(keeper.pool.num_available <= len(self.running) for keeper in self._keepers):
                 break
             holds = self._holds_blocks(sequence)
             if self._reserved(blocked) and not holds:
@@ -136,7 +139,7 @@ class Scheduler:
             hits, pending = self._cached_prefix(sequence)
             if pending:
                 continue
-            if not self._lease_all(sequence, hits):
+            if not self._open_tables(sequence, hits):
                 blocked.append(sequence)
                 continue
             self.waiting.remove(sequence)
@@ -149,7 +152,9 @@ class Scheduler:
             if not holds:  # who brings its blocks along takes hardly any, and is on its way to give them back
                 for passed in blocked:
                     passed.num_passed += 1
-            budget -= self._add_row(batch, sequence, budget, now_ns)
+            count = self._cover(sequence, min(sequence.num_uncomputed, budget))
+            self._add_row(batch, sequence, count, now_ns)
+            budget -= count
         self.blocked = blocked
         return bool(blocked)
 
@@ -161,73 +166,78 @@ class Scheduler:
         for sequence in self.blocked:
             sequence.num_passed += 1
 
-    @property
-    def num_reserved(self) -> int:
-        """Blocks to be kept for waiting sequences that were passed too often."""
-        size = self._pool.block_size
-        return max(
-            (-(-len(s.tokens) // size) for s in self.blocked if s.num_passed >= self._config.max_bypass), default=0
-        )
+    def num_spared(self, place: int) -> int:
+        """Blocks of the group at `place` to be left to those that run, and to those that were passed too often."""
+        keeper = self._keepers[place]
+        passed = [s for s in self.blocked if s.num_passed >= self._config.max_bypass]
+        return keeper.num_growing(self.running, place) + max((keeper.num_wanted(s, []) for s in passed), default=0)
 
-    def _cached_prefix(self, sequence: Sequence) -> tuple[list[BlockId], bool]:
-        """Sealed blocks from the start, and whether to wait for the next one. The last token stays out."""
-        size = self._pool.block_size
-        hits: list[BlockId] = []
-        for i, block_hash in enumerate(sequence.hashes[: (len(sequence.tokens) - 1) // size]):
-            block_id = self._pool.lookup(block_hash, sequence.tokens[i * size : (i + 1) * size])
-            if block_id is None:
-                return hits, self._waits_for(sequence, block_hash)
-            hits.append(block_id)
-        return hits, False
+    def _cached_prefix(self, sequence: Sequence) -> tuple[list[list[BlockId]], bool]:
+        """Each group's table of the longest prefix that all have, and whether to wait for more.
 
-    def _lease_all(self, sequence: Sequence, hits: list[BlockId]) -> bool:
-        """Takes the hits and fresh blocks for all other known tokens; False: no room, nothing changed."""
-        pool, size = self._pool, self._pool.block_size
-        for block_id in hits:
-            pool.acquire(block_id)
-        num_fresh = -(-len(sequence.tokens) // size) - len(hits)
-        # Room for each running sequence to grow by a block: admitting into the last block would only preempt at once.
-        if num_fresh + len(self.running) > pool.num_available:
-            for block_id in hits:
-                pool.release(block_id)
+        The last token stays out.
+        """
+        limit = length = (len(sequence.tokens) - 1) // self._size
+        hits: list[list[BlockId]] = []
+        for keeper in self._keepers:
+            hits.append(keeper.find(sequence, length))
+            length = len(hits[-1])
+        if length == limit:
+            return hits, False
+        if self._keepers[-1].group.window is None:
+            return hits, self._waits_for(sequence, sequence.hashes[length])
+        for keeper in self._keepers:
+            limit = keeper.reach(sequence, length, limit, partial(self._waits_for, sequence))
+        return [blocks[:length] for blocks in hits], limit > length
+
+    def _open_tables(self, sequence: Sequence, hits: list[list[BlockId]]) -> bool:
+        """Takes the hits and, as far as they are leased at once, all other blocks; False: no room, nothing changed."""
+        for keeper, blocks in zip(self._keepers, hits, strict=True):
+            keeper.acquire(blocks)
+        # Room for running sequences to grow: admitting into the last block would only preempt at once.
+        if any(
+            keeper.num_wanted(sequence, hits[i]) + keeper.num_growing(self.running, i) > keeper.pool.num_available
+            for i, keeper in enumerate(self._keepers)
+        ):
+            for keeper, blocks in zip(self._keepers, hits, strict=True):
+                keeper.release(blocks)
             return False
-        sequence.block_ids = [*hits, *pool.lease(num_fresh)]
-        sequence.num_computed = len(hits) * size
-        sequence.num_sealed = len(hits)
+        sequence.tables = [BlockTable() for _ in self._keepers]
+        sequence.num_computed = len(hits[0]) * self._size
+        for keeper, table, blocks in zip(self._keepers, sequence.tables, hits, strict=True):
+            keeper.open(sequence, table, blocks)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
-        for i in range(len(hits), len(sequence.hashes)):
-            self._announce(sequence, i)
         return True
 
-    def _announce(self, sequence: Sequence, index: int) -> None:
-        size = self._pool.block_size
-        parent = sequence.hashes[index - 1] if index else None
-        tokens = sequence.tokens[index * size : (index + 1) * size]
-        self._pool.begin_fill(sequence.block_ids[index], sequence.hashes[index], parent, tokens)
+    def _cover(self, sequence: Sequence, count: int) -> int:
+        """Sees to it that the tables cover the next `count` tokens; returns for how many there are blocks."""
+        end = sequence.num_computed + count
+        for keeper, table in zip(self._keepers, sequence.tables, strict=True):
+            end = min(end, keeper.extend(sequence, table, end))
+        return end - sequence.num_computed
 
-    def _grow(self, sequence: Sequence, now_ns: int) -> bool:
-        """Sees to it that the table covers all tokens; preempts later ones, or in the end this one (False).
+    def _grow(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> int:
+        """As `_cover`, but if there is no block at all, preempts later ones, or in the end this one (0).
 
-        Only decodes grow, and they are planned in order: the last in order has no row yet.
+        Sequences that have a row in this step are not touched. Decodes are planned in order, so the last one in order
+        has none yet; behind a window prefill grows too, and waits for its turn if only such are left.
         """
-        while len(sequence.block_ids) * self._pool.block_size < len(sequence.tokens):
-            if self._pool.num_available:
-                sequence.block_ids += self._pool.lease(1)
-                continue
-            victim = self.running[-1]
+        while not (covered := self._cover(sequence, count)):
+            planned = {id(row.sequence) for row in batch.planned}
+            victim = next(s for s in reversed(self.running) if id(s) not in planned)
+            if victim is sequence and planned and sequence.num_uncomputed > 1:
+                return 0
             self._preempt(victim, now_ns)
             if victim is sequence:
-                return False
-        return True
+                return 0
+        return covered
 
-    def _add_row(self, batch: Batch, sequence: Sequence, budget: int, now_ns: int) -> int:
-        start = sequence.num_computed
-        count = min(sequence.num_uncomputed, budget)
-        end = start + count
-        num_blocks = -(-end // self._pool.block_size)
+    def _add_row(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> None:
+        start, end = sequence.num_computed, sequence.num_computed + count
+        tables = [table.block_ids[: -(-end // self._size)] for table in sequence.tables]
         sample = end == len(sequence.tokens)
-        row = Row(sequence.tokens[start:end], start, sequence.block_ids[:num_blocks], sample)
+        row = Row(sequence.tokens[start:end], start, tables[0], sample, *tables[1:])
         batch.planned.append(PlannedRow(sequence, row))
         if sample:
             batch.samples.append(
@@ -246,7 +256,6 @@ class Scheduler:
             batch.num_decodes += 1
         else:
             batch.num_prefill_tokens += count
-        return count
 
     def _preempt(self, sequence: Sequence, now_ns: int) -> None:
         sequence.preempted_ns = now_ns
@@ -256,10 +265,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        for block_id in reversed(sequence.block_ids):  # children first: they are evicted before their parents
-            self._pool.release(block_id)
-        sequence.block_ids = []
-        sequence.num_computed = sequence.num_sealed = 0
+        for keeper, table in zip(self._keepers, sequence.tables, strict=bool(sequence.tables)):
+            keeper.release(table.block_ids)
+        sequence.tables = []
+        sequence.num_computed = 0
 
     # ------------------------------------------------------------- committing
     def commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
@@ -271,40 +280,36 @@ class Scheduler:
         for planned in batch.planned:
             sequence, row = planned.sequence, planned.row
             sequence.num_computed = row.start + len(row.token_ids)
-            self._seal(sequence)
+            self._computed(sequence)
             if row.sample:
                 token = next(tokens)
                 sequence.tokens.append(token.token_id)
                 drawn.append((sequence, token))
         return drawn
 
-    def _seal(self, sequence: Sequence) -> None:
-        size = self._pool.block_size
-        for i in range(sequence.num_sealed, sequence.num_computed // size):
-            if i == len(sequence.hashes):  # filled by decode, so not announced at admission
-                parent = sequence.hashes[i - 1] if i else None
-                sequence.hashes.append(hash_block(sequence.root, parent, sequence.tokens[i * size : (i + 1) * size]))
-                self._announce(sequence, i)
-            canonical = self._pool.seal(sequence.block_ids[i])
-            if canonical is None:
-                raise InvariantBroken(f"{sequence.key}: block {i} filled while its parent is not here")
-            sequence.block_ids[i] = canonical
-            sequence.num_sealed = i + 1
+    def _computed(self, sequence: Sequence) -> None:
+        size, hashes = self._size, sequence.hashes
+        for i in range(len(hashes), sequence.num_computed // size):  # filled by decode
+            parent = hashes[i - 1] if i else None
+            hashes.append(hash_block(sequence.root, parent, sequence.tokens[i * size : (i + 1) * size]))
+        for keeper, table in zip(self._keepers, sequence.tables, strict=True):
+            keeper.computed(sequence, table)
 
     def check_invariants(self) -> None:
         """Raises `InvariantBroken`."""
-        size = self._pool.block_size
         rules = {
             "a list is out of order": all(
                 [s.order for s in q] == sorted(s.order for s in q) for q in (self.waiting, self.running)
             ),
             "a sequence is in no list or in two": sorted(s.order for s in self._by_name.values())
             == sorted(s.order for s in [*self.waiting, *self.running]),
-            "a waiting sequence holds blocks": not any(s.block_ids for s in self.waiting),
+            "a waiting sequence holds blocks": not any(s.tables for s in self.waiting),
             "too many run": len(self.running) <= self._config.max_sequences,
-            "a table is too short": all(len(s.block_ids) * size >= s.num_computed for s in self.running),
-            "a full block is not sealed": all(s.num_sealed == s.num_computed // size for s in self.running),
         }
+        for sequence in self.running:
+            for keeper, table in zip(self._keepers, sequence.tables, strict=True):
+                if fault := keeper.check(sequence, table):
+                    rules[fault] = False
         for words, holds in rules.items():
             if not holds:
                 raise InvariantBroken(f"scheduler: {words}")

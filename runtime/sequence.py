@@ -6,19 +6,39 @@ from kvferry.runtime.ids import BlockHash, BlockId, SequenceKey
 from kvferry.runtime.request import FinishReason, SequenceRequest, rank_ns
 
 
+class BlockTable:
+    """What a sequence holds in one block group; see `kv/table.py`. Mutable; owned by the scheduler."""
+
+    __slots__ = ("block_ids", "num_announced", "num_dropped", "num_sealed")
+
+    def __init__(self) -> None:
+        self.block_ids: list[BlockId] = []
+        self.num_dropped = 0
+        """Leading entries that are `NO_BLOCK`."""
+        self.num_sealed = 0
+        """Leading entries that are sealed, or were when they were dropped."""
+        self.num_announced = 0
+        """Leading entries whose hash the pool knows."""
+
+    @property
+    def num_held(self) -> int:
+        return len(self.block_ids) - self.num_dropped
+
+    def held(self) -> list[BlockId]:
+        return self.block_ids[self.num_dropped :]
+
+
 class Sequence:
     """Mutable; owned by the scheduler. `tokens` = prompt + output; KV exists for the first `num_computed`."""
 
     __slots__ = (
         "begin_ns",
-        "block_ids",
         "hashes",
         "key",
         "num_cached",
         "num_computed",
         "num_passed",
         "num_prompt",
-        "num_sealed",
         "order",
         "preempted_ns",
         "reported",
@@ -26,6 +46,7 @@ class Sequence:
         "root",
         "stalled_ns",
         "stops",
+        "tables",
         "tokens",
     )
 
@@ -41,10 +62,9 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.hashes = hashes
         """Chain over the full blocks of `tokens`; grows as blocks fill up."""
-        self.block_ids: list[BlockId] = []
+        self.tables: list[BlockTable] = []
+        """One for each block group while it runs, else empty."""
         self.num_computed = 0
-        self.num_sealed = 0
-        """Leading blocks of the table that are sealed."""
         self.num_cached: int | None = None
         """Tokens that the first admission found in the cache."""
         self.num_passed = 0

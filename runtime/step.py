@@ -18,8 +18,9 @@ class Row(msgspec.Struct, array_like=True):
     """A span of one sequence: a prefill chunk (many tokens) or a decode (one).
 
     Tokens `token_ids` stand at positions `start, start + 1, …`; `block_ids` is the block table that covers positions
-    `[0, start + len(token_ids))`. The row writes KV for its own positions and reads all before. Rows of one step may
-    share blocks: all rows write a layer's KV before any row reads it.
+    `[0, start + len(token_ids))`. The row writes KV for its own positions and reads all before, or what a window shows
+    of them: blocks before the window are `NO_BLOCK`. Rows of one step may share blocks: all rows write a layer's KV
+    before any row reads it.
     """
 
     token_ids: list[int]
@@ -27,6 +28,8 @@ class Row(msgspec.Struct, array_like=True):
     block_ids: list[BlockId]
     sample: bool
     """Whether the last token's logits are wanted."""
+    window_block_ids: list[BlockId] = []
+    """The table of layers with a window, in models that also have layers without one."""
 
 
 class SampleInput(msgspec.Struct):

@@ -36,6 +36,7 @@ class Client:
         self.tokens: list[list[int]] = [[] for _ in range(plan.n)]
         self._ended: list[FinishReason | None] = [None] * plan.n
         self._limits = limits
+        self._windows = limits.windows
         self._trace = trace
         self._stopped = False
         self._left = False
@@ -53,7 +54,7 @@ class Client:
             self._ends(f"refused: {error.label}")
             return
         self.outcome = "running"
-        self._truth = [expected(request, index) for index in range(plan.n)]
+        self._truth = [expected(request, index, self._windows) for index in range(plan.n)]
         self._trace.note("client", plan.name)
         leave = None
         if plan.behaviour.close_at_s is not None:

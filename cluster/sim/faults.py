@@ -131,6 +131,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[PlannedRequest]
     faults: list[Fault]
 
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each block group; all groups of workers are alike in this."""
+        return [group.window for group in self.groups[0][2].kv().groups]
+
     def amount(self, kind: Kind) -> float:
         return max((fault.amount for fault in self.faults if fault.kind == kind), default=0.0)
 
@@ -150,6 +155,7 @@ def draw(seed: int) -> Scenario:
     layout = rng.choice(LAYOUTS)
     shapes = [_shape(rng) for _ in layout]
     capacity = BLOCK_SIZE * min(shape.num_blocks for shape in shapes)
+    shapes = _with_windows(random.Random(f"windows {seed}"), shapes)
     span_s = rng.choice([0.05, 0.3, 1.0])
     shared = [rng.randrange(VOCAB) for _ in range(24)]
     num_gateways = rng.choice([1, 2, 2, 3])
@@ -183,6 +189,18 @@ def _shape(rng: random.Random) -> GroupShape:
         step_s=rng.choice([0.001, 0.004, 0.012]),
         token_s=rng.choice([0.0001, 0.0005]),
     )
+
+
+def _with_windows(rng: random.Random, shapes: list[GroupShape]) -> list[GroupShape]:
+    """In all layers, in some, or (mostly) in none. Pools get too small for what their sequences were without it."""
+    kind = rng.choice(["none", "none", "all", "some"])
+    if kind == "none":
+        return shapes
+    window = rng.choice([2, 5, 9, 14])
+    sizes = [rng.choice([8, 10, 16, 60]) for _ in shapes]
+    if kind == "all":
+        return [msgspec.structs.replace(s, window=window, num_blocks=n) for s, n in zip(shapes, sizes, strict=True)]
+    return [msgspec.structs.replace(s, window=window, num_window_blocks=n) for s, n in zip(shapes, sizes, strict=True)]
 
 
 def _request(

@@ -22,6 +22,7 @@ from kvferry.cluster.sim.trace import Trace
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import Peer
+from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress, TransferState
 
@@ -42,6 +43,16 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     """A step without tokens."""
     token_s: float
     """What each token adds."""
+    window: int | None = None
+    """Of all layers, or with `num_window_blocks` of some."""
+    num_window_blocks: int | None = None
+    """Of the block group of layers with a window; `num_blocks` are those of the others then."""
+
+    def kv(self) -> KVGroups:
+        size = layout(self.tp_size)
+        if self.window is None or self.num_window_blocks is None:
+            return one_group(size, self.num_blocks, self.window)
+        return two_groups(size, size, self.window, (False, True), (self.num_blocks, self.num_window_blocks))
 
 
 class SimGroup:
@@ -77,10 +88,11 @@ class SimGroup:
         self._busy = False
         self._num_idle_steps = 0
         self._sends: list[StepPlan] = []
-        self.layout = layout(shape.tp_size)
-        self.blocks = Blocks(shape.num_blocks)
+        self.kv = shape.kv()
+        self.layout = self.kv.main.layout
+        self.blocks = Blocks(self.kv)
         ranks = [RankAddress("simulated", rank, "simulated") for rank in range(shape.tp_size)]
-        address = GroupAddress(peer, shape.tp_size, self.layout.fingerprint, ranks)
+        address = GroupAddress(peer, shape.tp_size, self.kv.fingerprint, ranks)
         self._peer = peer
         scheduler = SchedulerConfig(
             max_batch_tokens=shape.max_batch_tokens, max_sequences=shape.max_sequences, max_waiting=shape.max_waiting
@@ -90,9 +102,7 @@ class SimGroup:
             scheduler=scheduler,
             transfer=TransferConfig(transport="local", blocks_per_message=2, timeout_s=transfer_timeout_s),
         )
-        self.engine = Engine(
-            config, self.layout, shape.num_blocks, ROOT, address, 1 << 20, self._execute, self.clock_ns
-        )
+        self.engine = Engine(config, self.kv, ROOT, address, 1 << 20, self._execute, self.clock_ns)
         self.links = Links(self, find, noise, transfer_timeout_s, trace, random.Random(f"{seed}/links {peer}"))
         self.hub = Hub(self._info(address, scheduler), SECRET)
         self.hub.bind(self)
@@ -109,7 +119,9 @@ class SimGroup:
             block_size=self.layout.block_size,
             block_bytes=self.layout.block_bytes * NUM_HEADS,
             num_blocks=self.shape.num_blocks,
-            max_context=1 << 20,
+            max_context=self.engine.max_context,
+            window=self.kv.main.window,
+            beside=m.blocks_beside(self.kv),
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             model="toy",
@@ -224,7 +236,7 @@ class SimGroup:
         return StepResult(sampled)
 
     def _poison_free(self) -> None:
-        self.blocks.poison(self.engine.pool.free_blocks())
+        self.blocks.poison(self.engine.pools.free_blocks())
 
     # ------------------------------------------------------------ its life
     def go_on(self) -> None:

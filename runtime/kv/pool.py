@@ -37,14 +37,15 @@ class _Content(msgspec.Struct):
 
 
 class BlockPool:
-    """The blocks of one group; the same numbers on each of its ranks."""
+    """The blocks of one group of layers; the same numbers on each rank. Ids count from `first_block`."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, first_block: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
-        self._refs = [0] * num_blocks
-        self._content: list[_Content | None] = [None] * num_blocks
+        self._ids = range(first_block, first_block + num_blocks)
+        self._free: deque[BlockId] = deque(map(BlockId, self._ids))
+        self._refs = [0] * self._ids.stop
+        self._content: list[_Content | None] = [None] * self._ids.stop
         self._sealed: dict[BlockHash, BlockId] = {}
         self._pending: dict[BlockHash, int] = {}
         self._num_idle = 0
@@ -298,9 +299,7 @@ class BlockPool:
             "free list has duplicates": len(free) == len(self._free),
             "a free block is held": all(refs[b] == 0 for b in free),
             "a free block has content": all(self._content[b] is None for b in free),
-            "a block is lost": all(
-                refs[b] > 0 or b in free or b in sealed for b in map(BlockId, range(self.num_blocks))
-            ),
+            "a block is lost": all(refs[b] > 0 or b in free or b in sealed for b in map(BlockId, self._ids)),
             "the map of sealed blocks is wrong": self._sealed == {c.hash: b for b, c in sealed.items()},
             "a parent is gone before its child": all(h in self._sealed for h in children),
             "a held block's parent is not held": all(

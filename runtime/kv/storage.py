@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.runtime.ids import BlockId
+from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.layout import KVLayout
 
 
@@ -57,3 +58,15 @@ class KVStorage:
     def slot_index(self, block_ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows of `slots` for tokens at `offsets` `[...]` within blocks `[...]`: `[..., 2·rank_heads]`, keys first."""
         return self.span_index(block_ids) * self.layout.block_size + offsets[..., None]
+
+
+class RankStorage:
+    """The storage of every block group of a rank."""
+
+    def __init__(self, kv: KVGroups, device: torch.device | str, poison: bool = False) -> None:
+        self.kv = kv
+        self.groups = [KVStorage(group.layout, group.num_blocks, device, poison) for group in kv.groups]
+        self.places = sorted(
+            (layer, group, place) for group, of in enumerate(kv.groups) for place, layer in enumerate(of.layers)
+        )
+        """Each layer of the model, its group, and its number among that group's layers."""

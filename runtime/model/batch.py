@@ -20,7 +20,8 @@ from kvferry.kernels.attention import PagedRows
 from kvferry.kernels.cpu.attention import Contexts
 from kvferry.kernels.cpu.available import kernels_for
 from kvferry.runtime.errors import InvariantBroken
-from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.ids import NO_BLOCK, BlockId
+from kvferry.runtime.kv.storage import KVStorage, RankStorage
 from kvferry.runtime.step import Row
 
 _MIN_WASTE = 24
@@ -90,6 +91,19 @@ class _Table:
                 f"do not fit its {len(row.block_ids)} blocks of {block_size}"
             )
         self.block_ids = np.asarray(row.block_ids[:num_blocks], dtype=np.int64)
+
+
+def make_batches(rows: Sequence[Row], storage: RankStorage) -> list[Batch]:
+    """The batch as the layers of each block group see it; the order of tokens is the same."""
+    batches = [make_batch(rows, storage.groups[0])]
+    for group, of_group in zip(storage.kv.groups[1:], storage.groups[1:], strict=True):
+        batches.append(make_batch([_of_group(row, group.first_block) for row in rows], of_group))
+    return batches
+
+
+def _of_group(row: Row, first_block: BlockId) -> Row:
+    table = [b if b == NO_BLOCK else BlockId(b - first_block) for b in row.window_block_ids]
+    return Row(row.token_ids, row.start, table, row.sample)
 
 
 def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:

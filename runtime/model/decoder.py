@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.linear import PackedLinear
-from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, LayerNorm, Norm, RMSNorm
 from kvferry.runtime.model.loader import Weights
@@ -40,8 +40,9 @@ class Decoder:
     head: PackedLinear
     parallel: TensorParallel
 
-    def forward(self, batch: Batch, storage: KVStorage) -> torch.Tensor:
-        """Final hidden states of the tokens of `batch.sample_index`. Mutates `storage`."""
+    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
+        """Final hidden states of the tokens of `sample_index`. `batches`: by block group. Mutates `storage`."""
+        batch = batches[0]
         x = self.embedding.index_select(0, batch.token_ids)
         if self.embedding_scale != 1.0:
             x.mul_(self.embedding_scale)
@@ -49,8 +50,10 @@ class Decoder:
             x.add_(self.positions.index_select(0, batch.positions))
         angles = [rotation.angles(batch.positions, self.dtype) for rotation in self.rotations]
         delta: torch.Tensor | None = None
-        for layer, slots, spans in zip(self.layers, storage.slots, storage.spans, strict=True):
-            delta = layer(x, delta, angles[layer.attention.rotation], batch, slots, spans)
+        for layer, (_, group, place) in zip(self.layers, storage.places, strict=True):
+            memory = storage.groups[group]
+            slots, spans = memory.slots[place], memory.spans[place]
+            delta = layer(x, delta, angles[layer.attention.rotation], batches[group], slots, spans)
         wanted = batch.sample_index
         return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
 

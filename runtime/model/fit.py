@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.model.spec import ModelSpec
 
@@ -11,8 +14,7 @@ from kvferry.runtime.model.spec import ModelSpec
 def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int) -> None:
     """Raises the `InvalidArgument` that a rank of a group of `tp_size` would raise."""
     spec.check_tensor_parallel(tp_size)
-    resolve_max_context(config, spec)
-    resolve_num_blocks(config, spec.kv_layout(config.cache.block_size, resolve_dtype(config, spec), tp_size))
+    resolve_kv(config, spec, tp_size)
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
@@ -27,13 +29,47 @@ def resolve_max_context(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted or spec.max_context
 
 
+def resolve_kv(config: EngineConfig, spec: ModelSpec, tp_size: int) -> KVGroups:
+    """The block groups of each rank. Raises `InvalidArgument` if not even one block of each fits."""
+    layout = spec.kv_layout(config.cache.block_size, resolve_dtype(config, spec), tp_size)
+    longest = resolve_max_context(config, spec)
+    windows = [None if (w := layer.attention.window) is None or w >= longest else w for layer in spec.layers]
+    local = [window for window in windows if window is not None]
+    if len(local) in (0, len(windows)):
+        return one_group(layout, resolve_num_blocks(config, layout), max(local, default=None))
+    full, window = (replace(layout, num_layers=n) for n in (len(windows) - len(local), len(local)))
+    is_local = [window is not None for window in windows]
+    return two_groups(full, window, max(local), is_local, _split(config, full, window, max(local), longest))
+
+
 def resolve_num_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Raises `InvalidArgument` if not even one block fits."""
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
-    count = config.cache.kv_memory_bytes // layout.block_bytes
+    return _fitting(config.cache.kv_memory_bytes, layout)
+
+
+def _fitting(num_bytes: float, layout: KVLayout) -> int:
+    count = int(num_bytes // layout.block_bytes)
     if count == 0:
-        raise InvalidArgument(
-            "kv_memory_bytes", config.cache.kv_memory_bytes, f"one block takes {layout.block_bytes} bytes"
-        )
+        raise InvalidArgument("kv_memory_bytes", int(num_bytes), f"one block takes {layout.block_bytes} bytes")
     return count
+
+
+def _split(config: EngineConfig, full: KVLayout, window: KVLayout, size: int, longest: int) -> tuple[int, int]:
+    """Blocks of each group. Short sequences want most memory in the window's group, long ones in the other.
+
+    This share serves at least half as many sequences as the best share for their length would, whatever their length.
+    Source: docs/adr/0006-memory-of-mixed-layers.md.
+    """
+    held = min(size, longest) * window.bytes_per_token
+    low, high = (
+        held / (held + longest * full.bytes_per_token),
+        held / (held + min(size, longest) * full.bytes_per_token),
+    )
+    share = high / (1 + high - low)
+    if config.cache.num_blocks is not None:
+        ratio = share / (1 - share) * full.block_bytes / window.block_bytes
+        return config.cache.num_blocks, max(1, min(config.cache.num_blocks, round(config.cache.num_blocks * ratio)))
+    memory = config.cache.kv_memory_bytes
+    return _fitting(memory * (1 - share), full), _fitting(memory * share, window)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.runtime.kv.storage import KVStorage
-from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import Decoder
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.sampler import sample
@@ -17,7 +17,7 @@ from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 class Runner:
     """One rank's model with its KV memory. All ranks of a group execute the same plans in the same order."""
 
-    def __init__(self, model: Decoder, storage: KVStorage, parallel: TensorParallel) -> None:
+    def __init__(self, model: Decoder, storage: RankStorage, parallel: TensorParallel) -> None:
         self._model = model
         self._storage = storage
         self._parallel = parallel
@@ -31,9 +31,9 @@ class Runner:
         if not plan.rows:
             return StepResult([])
         with torch.inference_mode():
-            batch = make_batch(plan.rows, self._storage)
-            hidden = self._model.forward(batch, self._storage)
-            if not len(batch.sample_index):
+            batches = make_batches(plan.rows, self._storage)
+            hidden = self._model.forward(batches, self._storage)
+            if not len(batches[0].sample_index):
                 return StepResult([])
             logits = self._model.logits(hidden)
             return StepResult(sample(logits, samples) if self._parallel.rank == 0 else [])

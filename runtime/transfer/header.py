@@ -32,15 +32,22 @@ class MessageHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """CRC-32 of the payload."""
 
 
+class BlockRange(msgspec.Struct, frozen=True):
+    """Block ids of one block group, from `first` to before `stop`."""
+
+    first: int
+    stop: int
+    block_bytes: int
+    """That one of its blocks takes on this link."""
+
+
 class Expected(msgspec.Struct):
     """What the receiving end of one link knows by itself."""
 
     name: LinkName
     fingerprint: bytes
-    num_blocks: int
-    """Of the destination's pool."""
-    block_bytes: int
-    """That one block of this link's heads takes."""
+    ranges: list[BlockRange]
+    """Of the destination's pools."""
     secret: bytes
 
 
@@ -70,14 +77,17 @@ def parse(data: bytes, payload_bytes: int, link_seq: int, expected: Expected) ->
         ("link sequence number", header.link_seq, link_seq),
         ("layout fingerprint", header.fingerprint.hex(), expected.fingerprint.hex()),
         ("number of hashes", len(header.hashes), count),
-        ("payload size", header.num_bytes, count * expected.block_bytes),
-        ("announced size", payload_bytes, header.num_bytes),
     )
     for what, got, wanted in checks:
         if got != wanted:
             return f"{what} is {got}, expected {wanted}"
     if not 1 <= count <= MAX_BLOCKS:
         return f"{count} blocks, must be 1 to {MAX_BLOCKS}"
-    if len(set(header.block_ids)) != count or not all(0 <= b < expected.num_blocks for b in header.block_ids):
-        return f"block ids must differ and be below {expected.num_blocks}"
+    ranges = [of for of in expected.ranges if all(of.first <= b < of.stop for b in header.block_ids)]
+    if len(set(header.block_ids)) != count or not ranges:
+        return f"block ids must differ and be below {expected.ranges[-1].stop}, and of one block group"
+    if header.num_bytes != count * ranges[0].block_bytes:
+        return f"payload size is {header.num_bytes}, expected {count * ranges[0].block_bytes}"
+    if payload_bytes != header.num_bytes:
+        return f"announced size is {payload_bytes}, expected {header.num_bytes}"
     return header

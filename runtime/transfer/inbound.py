@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.runtime.errors import IncompatiblePeer, StaleAttempt
 from kvferry.runtime.ids import BlockHash, BlockId, Peer, TransferId
+from kvferry.runtime.kv.groups import Named
 from kvferry.runtime.step import Discard, Import
 from kvferry.runtime.transfer.ledger import NS, BlockStore, Counters, EndedTransfers, Key, require
 from kvferry.runtime.transfer.ticket import (
@@ -78,7 +79,7 @@ class Inbound:
     def expect(
         self,
         request: ExpectRequest,
-        hashes: list[BlockHash],
+        needed: list[list[Named]],
         block_size: int,
         routes_per_message: set[tuple[int, int]],
         own: GroupAddress,
@@ -86,8 +87,8 @@ class Inbound:
     ) -> Ticket:
         """Pins what is here, leases room for the rest; blocks that someone is just computing are left to him.
 
-        `hashes`: of the prompt's full blocks. `routes_per_message`: the (source rank, rank) pairs on which every
-        message travels. A repeated call returns the same ticket; a newer attempt ends the older one.
+        `needed`: by block group, of the prompt's full blocks. `routes_per_message`: the (source rank, rank) pairs on
+        which every message travels. A repeated call returns the same ticket; a newer attempt ends the older one.
         Raises `NoFreeBlocks`, `IncompatiblePeer`, `StaleAttempt`; then nothing is held for this attempt.
         """
         key = request.transfer_id, request.attempt
@@ -104,32 +105,15 @@ class Inbound:
             )
         if current is not None:
             self._finish(self._arrivals[key[0], current], TransferState.FAILED, "a newer attempt began", release=True)
-        sealed: list[BlockId] = []
-        wanted: list[int] = []
-        for i, block_hash in enumerate(hashes):
-            block_id = self._store.lookup(block_hash)
-            if block_id is not None:
-                sealed.append(block_id)
-            elif not self._store.is_pending(block_hash):
-                wanted.append(i)
-        for block_id in sealed:  # before the lease, which may evict what nobody holds
-            self._store.acquire(block_id)
-        try:
-            fresh = self._store.lease(len(wanted))
-        except BaseException:
-            for block_id in sealed:
-                self._store.release(block_id)
-            raise
-        for i, block_id in zip(wanted, fresh, strict=True):
-            parent = hashes[i - 1] if i else None
-            self._store.begin_fill(
-                block_id, hashes[i], parent, request.token_ids[i * block_size : (i + 1) * block_size]
-            )
+        sealed, missing = self._take(needed)
+        for block, block_id in missing:
+            tokens = request.token_ids[block.index * block_size : (block.index + 1) * block_size]
+            self._store.begin_fill(block_id, block.hash, block.parent, tokens)
         ticket = Ticket(
             transfer_id=key[0],
             attempt=key[1],
             destination=own,
-            missing=[TicketBlock(i, hashes[i], b) for i, b in zip(wanted, fresh, strict=True)],
+            missing=[TicketBlock(block.index, block.hash, block_id) for block, block_id in missing],
             timeout_s=request.timeout_s,
         )
         arrival = _Arrival(
@@ -145,6 +129,30 @@ class Inbound:
         self._current[key[0]] = key[1]
         self._settle(arrival)
         return ticket
+
+    def _take(self, needed: list[list[Named]]) -> tuple[list[BlockId], list[tuple[Named, BlockId]]]:
+        """References on what is here, leases for what nobody fills. Raises `NoFreeBlocks`, then nothing is held."""
+        sealed: list[BlockId] = []
+        wanted: list[list[Named]] = []
+        for blocks in needed:
+            wanted.append([])
+            for block in blocks:
+                block_id = self._store.lookup(block.hash)
+                if block_id is not None:
+                    sealed.append(block_id)
+                elif not self._store.is_pending(block.hash):
+                    wanted[-1].append(block)
+        for block_id in sealed:  # before the lease, which may evict what nobody holds
+            self._store.acquire(block_id)
+        missing: list[tuple[Named, BlockId]] = []
+        try:
+            for group, blocks in enumerate(wanted):
+                missing += zip(blocks, self._store.lease(len(blocks), group), strict=True)
+        except BaseException:
+            for block_id in [*sealed, *(block_id for _, block_id in missing)]:
+                self._store.release(block_id)
+            raise
+        return sealed, missing
 
     def received(self, report: Received) -> list[Import]:
         """Notes one rank's report; the import of the message once all of its routes have arrived."""

@@ -42,7 +42,10 @@ class BlockStore(Protocol):
     def release(self, block_id: BlockId) -> None:
         """Drops one reference."""
 
-    def lease(self, count: int) -> list[BlockId]:
+    def group_of(self, block_id: BlockId) -> int:
+        """Which block group has it."""
+
+    def lease(self, count: int, group: int) -> list[BlockId]:
         """Fresh blocks with one reference each. Raises `NoFreeBlocks`, then nothing has changed."""
 
     def begin_fill(

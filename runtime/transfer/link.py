@@ -13,9 +13,9 @@ import torch
 
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.step import Send
+from kvferry.runtime.transfer.group_span import GroupSpan
 from kvferry.runtime.transfer.header import Expected, MessageHeader, parse, seal
 from kvferry.runtime.transfer.meeting import Closable
-from kvferry.runtime.transfer.span import HeadSpan
 from kvferry.runtime.transfer.staging import Staged, Staging
 from kvferry.runtime.transfer.ticket import LinkReport, RankAddress, Received, Sent
 from kvferry.runtime.transfer.transport import (
@@ -63,7 +63,6 @@ class LinkContext:
     timeout_s: float
     checksum: bool
     fingerprint: bytes
-    num_blocks: int
     secret: bytes
 
 
@@ -144,7 +143,7 @@ class LinkThread:
 
 class SendLink:
     def __init__(
-        self, context: LinkContext, name: LinkName, to: RankAddress, span: HeadSpan, on_down: Callable[[str], None]
+        self, context: LinkContext, name: LinkName, to: RankAddress, span: GroupSpan, on_down: Callable[[str], None]
     ) -> None:
         self._context = context
         self._name = name
@@ -235,7 +234,7 @@ class ReceiveLink:
         context: LinkContext,
         name: LinkName,
         source: RankAddress,
-        span: HeadSpan,
+        span: GroupSpan,
         num_routes: int,
         on_down: Callable[[str], None],
     ) -> None:
@@ -245,7 +244,7 @@ class ReceiveLink:
         self._source = source
         self._span = span
         self._num_routes = num_routes
-        self._expected = Expected(name, context.fingerprint, context.num_blocks, span.block_bytes, context.secret)
+        self._expected = Expected(name, context.fingerprint, span.ranges, context.secret)
         self._wanted_again = False
         self.life = LinkThread(name, "receive", self._run, on_down)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -16,8 +17,9 @@ import torch
 from kvferry.runtime.config import TransferConfig
 from kvferry.runtime.errors import IncompatiblePeer, InvalidArgument
 from kvferry.runtime.ids import Peer
-from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.step import CloseLink, Discard, Import, OpenLink, Send, StepPlan
+from kvferry.runtime.transfer.group_span import GroupSpan
 from kvferry.runtime.transfer.link import (
     LinkContext,
     LinkStats,
@@ -29,7 +31,6 @@ from kvferry.runtime.transfer.link import (
 )
 from kvferry.runtime.transfer.plan import Route, copy_plan
 from kvferry.runtime.transfer.secret import NO_SECRET
-from kvferry.runtime.transfer.span import HeadSpan
 from kvferry.runtime.transfer.staging import Staging
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkDown, RankAddress, Sent
 from kvferry.runtime.transfer.transport import LinkName, Transport
@@ -39,24 +40,27 @@ AnyLink = TypeVar("AnyLink", SendLink, ReceiveLink)
 
 
 class Links:
-    """`blocks`: this rank's storage, `[num_blocks, *layout.block_shape]`. `report` is called from many threads.
+    """`blocks`: this rank's storage of each block group, `[num_blocks, *layout.block_shape]`.
 
-    Owns `transport`. `report` gets every `Sent` exactly once and within the configured timeout of its turn.
+    Owns `transport`. `report` is called from many threads; it gets every `Sent` exactly once and within the configured
+    timeout of its turn.
     """
 
     def __init__(
         self,
         transport: Transport,
-        layout: KVLayout,
+        kv: KVGroups,
         rank: int,
         own: Peer,
-        blocks: torch.Tensor,
+        blocks: Sequence[torch.Tensor],
         config: TransferConfig,
         report: Report,
         secret: bytes = NO_SECRET,
     ) -> None:
         self._transport = transport
-        self._layout = layout
+        self._kv = kv
+        self._layout = kv.main.layout
+        """Heads are cut alike in all block groups."""
         self._rank = rank
         self._own = own
         self._blocks = blocks
@@ -70,8 +74,7 @@ class Links:
             report=report,
             timeout_s=config.timeout_s,
             checksum=config.checksum,
-            fingerprint=layout.fingerprint,
-            num_blocks=blocks.shape[0],
+            fingerprint=kv.fingerprint,
             secret=secret,
         )
         self._lock = threading.Lock()
@@ -117,7 +120,7 @@ class Links:
                     self._open_outbound(address, route)
 
     def _make_routes(self, address: GroupAddress, inbound: bool) -> list[Route]:
-        if address.fingerprint != self._layout.fingerprint or len(address.ranks) != address.tp_size:
+        if address.fingerprint != self._kv.fingerprint or len(address.ranks) != address.tp_size:
             raise IncompatiblePeer(f"{address.peer} has another KV layout than {self._own}; they cannot share blocks")
         theirs = msgspec.structs.replace(self._layout, tp_size=address.tp_size)
         if inbound:
@@ -133,7 +136,7 @@ class Links:
             self._context,
             LinkName(address.peer, route.source_rank, self._own, self._rank),
             address.ranks[route.source_rank],
-            HeadSpan(self._blocks, route.destination_heads),
+            GroupSpan(self._kv, self._blocks, route.destination_heads),
             num_routes,
             lambda reason: self._down(links, route.source_rank, link, address.peer, reason),
         )
@@ -148,7 +151,7 @@ class Links:
             self._context,
             LinkName(self._own, self._rank, address.peer, route.destination_rank),
             address.ranks[route.destination_rank],
-            HeadSpan(self._blocks, route.source_heads),
+            GroupSpan(self._kv, self._blocks, route.source_heads),
             lambda reason: self._down(links, route.destination_rank, link, address.peer, reason),
         )
         links[route.destination_rank] = link
@@ -176,7 +179,7 @@ class Links:
             error = None if routes is not None else f"no link to {send.destination} is open"
             self._report(Sent(send.transfer_id, send.attempt, send.seq, self._rank, error))
             return
-        ready = torch.cuda.Event() if self._blocks.is_cuda else None  # type: ignore[no-untyped-call]
+        ready = torch.cuda.Event() if self._blocks[0].is_cuda else None  # type: ignore[no-untyped-call]
         if ready is not None:
             ready.record()
         outgoing = Outgoing(send, len(routes), self._rank, self._report, ready)

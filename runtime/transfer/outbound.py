@@ -121,10 +121,14 @@ class Outbound:
         return sends
 
     def _plan(self, departure: _Departure, hashes: list[BlockHash]) -> list[Send]:
-        found = [(h, block_id) for h in hashes if (block_id := self._store.lookup(h)) is not None]
+        by_group: dict[int, list[tuple[BlockHash, BlockId]]] = {}
+        for block_hash in hashes:
+            if (block_id := self._store.lookup(block_hash)) is not None:
+                by_group.setdefault(self._store.group_of(block_id), []).append((block_hash, block_id))
+        size = self._blocks_per_message
+        chunks = [found[i : i + size] for found in by_group.values() for i in range(0, len(found), size)]
         sends = []
-        for start in range(0, len(found), self._blocks_per_message):
-            chunk = found[start : start + self._blocks_per_message]
+        for chunk in chunks:
             source_ids = [block_id for _, block_id in chunk]
             targets = []
             for block_hash, block_id in chunk:

@@ -11,8 +11,8 @@ import torch
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockId, Peer, TransferId
 from kvferry.runtime.step import Discard, Import
+from kvferry.runtime.transfer.group_span import GroupSpan
 from kvferry.runtime.transfer.meeting import Deadline
-from kvferry.runtime.transfer.span import HeadSpan
 from kvferry.runtime.transfer.transport import LinkClosed
 
 STAGING_BYTES = 64 << 20
@@ -26,7 +26,7 @@ class Staged:
     link: str
     payload: torch.Tensor
     block_ids: list[BlockId]
-    span: HeadSpan
+    span: GroupSpan
     num_routes: int
     """On which the message comes to this rank."""
 

@@ -36,7 +36,7 @@ from kvferry.runtime.transfer.ticket import (
     Ticket,
     TransferEvent,
 )
-from tests.support.toy_engine import ROOT, VOCAB, ToyRunner, toy_layout, toy_output
+from tests.support.toy_engine import ROOT, VOCAB, ToyRunner, toy_groups, toy_output
 
 pytestmark = pytest.mark.core
 LAYOUTS = {
@@ -53,22 +53,20 @@ class RealGroup:
 
     def __init__(self, case: Case, name: str, role: str, num_blocks: int, scheduler: SchedulerConfig) -> None:
         self.case, self.role, self.num_blocks, self.scheduler = case, role, num_blocks, scheduler
-        layout = toy_layout()
+        kv = toy_groups(num_blocks)
         address = GroupAddress(
-            Peer(GroupId(name), Epoch(case.next_epoch())), 1, layout.fingerprint, [RankAddress("h", 0, "here")]
+            Peer(GroupId(name), Epoch(case.next_epoch())), 1, kv.fingerprint, [RankAddress("h", 0, "here")]
         )
         self.info = case.toy.info(
             name, address.peer.epoch, role, address=address, hash_root=ROOT, num_blocks=num_blocks
         )
-        self.runner = ToyRunner(num_blocks, layout.block_size)
+        self.runner = ToyRunner(kv)
         config = EngineConfig(
-            cache=CacheConfig(block_size=layout.block_size, num_blocks=num_blocks),
+            cache=CacheConfig(block_size=kv.block_size, num_blocks=num_blocks),
             scheduler=scheduler,
             transfer=TransferConfig(transport="local", blocks_per_message=2),
         )
-        self.engine = Engine(
-            config, layout, num_blocks, ROOT, address, 1 << 20, self.runner.execute, case.world.clock.now_ns
-        )
+        self.engine = Engine(config, kv, ROOT, address, 1 << 20, self.runner.execute, case.world.clock.now_ns)
         self.alive, self.silent = True, False
         self.unread: list[Callable[[], Any]] = []
         self.calls: set[asyncio.Future[Ticket]] = set()

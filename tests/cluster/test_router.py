@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cluster.messages import Load
+from kvferry.cluster.messages import Load, WindowBlocks
 from kvferry.cluster.registry import GroupState, Member
 from kvferry.cluster.router import Demand, Router, RouterConfig
 
@@ -244,3 +244,27 @@ def test_bookings_return_to_zero(toy: Any, steps: list[tuple[str, int]]) -> None
     router.check_invariants()
     assert router.num_bookings == 0
     assert all(router.booked(m.peer) == (0, 0) for m in members)
+
+
+def test_behind_a_window_a_sequence_takes_no_more_than_its_window(toy: Any) -> None:
+    """Fault: a sequence longer than the pool waits for ever at the gateway, though it needs few of its blocks."""
+    plain, windowed = (
+        Member(toy.ManualPort(g, 1, "decode", block_size=16, block_bytes=400_000, window=w), 0)
+        for g, w in (("p", None), ("w", 64))
+    )
+    prefill = member(toy, "p", "prefill")
+    router, demand = Router(RouterConfig()), Demand(1600, 2, 1)
+    assert router.num_blocks(demand, plain, {}) == 100 + 2
+    assert router.num_blocks(demand, windowed, {}) == 2 * 5
+    shipped = [router._pair(demand, prefill, m, {}, "").transfer_s for m in (plain, windowed)]
+    assert shipped[1] < shipped[0] / 5
+
+
+def test_the_fuller_of_two_block_groups_counts(toy: Any) -> None:
+    """Fault: short sequences fill the pool of layers with a window long before the other, and none the wiser."""
+    beside = WindowBlocks(num_blocks=50, max_held=5, block_bytes=100_000)
+    port = toy.ManualPort("m", 1, "decode", block_size=16, block_bytes=400_000, num_blocks=200, beside=beside)
+    mixed, router = Member(port, 0), Router(RouterConfig())
+    assert router.num_blocks(Demand(32, 1, 1), mixed, {}) == 3 * 200 // 50
+    assert router.num_blocks(Demand(1600, 1, 1), mixed, {}) == 101
+    assert router.num_blocks(Demand(1600, 1, 1), mixed, {mixed.peer: 100}) == 5 * 200 // 50

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM as AutoModel
 from transformers import Qwen2Config
 
 from kvferry.runtime.ids import BlockId
-from kvferry.runtime.kv.storage import KVStorage
-from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.families import from_hf_config
 from kvferry.runtime.model.loader import MemoryWeights
@@ -35,8 +36,8 @@ def test_logits(name: str) -> None:
     prompt = prompts()[-1]
     rows = [Row(prompt[:i], 0, sequences.blocks(i), True) for i in (1, 7, len(prompt))]
     with torch.inference_mode():
-        batch = make_batch(rows, sequences.storage)
-        got = sequences.model.logits(sequences.model.forward(batch, sequences.storage))
+        batches = make_batches(rows, sequences.storage)
+        got = sequences.model.logits(sequences.model.forward(batches, sequences.storage))
         expected = torch.stack([oracle(name)(torch.tensor([row.token_ids])).logits[0, -1] for row in rows])
     assert expected.std() > 1.0  # else the comparison proves little
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -96,12 +97,12 @@ def test_each_layer_has_its_own_window_and_scale(without: Callable[[], AbstractC
     )
     spec = structs.replace(spec, layers=layers, tied_embeddings=False)
     ours = build_model(spec, MemoryWeights(dict(model.state_dict()), spec), torch.float32, 0, SingleRank())
-    storage = KVStorage(spec.kv_layout(BLOCK, "float32", 1), 40, "cpu", poison=True)
+    storage = RankStorage(one_group(spec.kv_layout(BLOCK, "float32", 1), 40), "cpu", poison=True)
     prompt, table, got = prompts()[-1], [BlockId(b) for b in range(10, 20)], []
     with without(), torch.inference_mode():
         for start, stop in [(0, 15), (15, 33), *[(i, i + 1) for i in range(33, 40)]]:
-            batch = make_batch([Row(prompt[start:stop], start, table, True)], storage)
-            got.append(ours.logits(ours.forward(batch, storage)))
+            batches = make_batches([Row(prompt[start:stop], start, table, True)], storage)
+            got.append(ours.logits(ours.forward(batches, storage)))
         expected = model(torch.tensor([prompt])).logits[0, [14, *range(32, 40)]]
     torch.testing.assert_close(torch.cat(got), expected, rtol=1e-4, atol=1e-4)
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from kvferry.runtime.ids import BlockId
-from kvferry.runtime.kv.storage import KVStorage
-from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.model.loader import open_weights
@@ -126,9 +127,9 @@ def test_logits_equal_transformers(tmp_path: Path, architecture: str) -> None:
     ours = build_model(spec, weights, torch.float32, 0, SingleRank())
     weights.close()
     prompt = prompts()[-1]
-    storage = KVStorage(spec.kv_layout(4, "float32", 1), 16, "cpu", poison=True)
+    storage = RankStorage(one_group(spec.kv_layout(4, "float32", 1), 16), "cpu", poison=True)
     with torch.inference_mode():
-        batch = make_batch([Row(prompt, 0, [BlockId(i) for i in range(10)], True)], storage)
-        got = ours.logits(ours.forward(batch, storage))
+        batches = make_batches([Row(prompt, 0, [BlockId(i) for i in range(10)], True)], storage)
+        got = ours.logits(ours.forward(batches, storage))
         expected = model(torch.tensor([prompt])).logits[:, -1]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

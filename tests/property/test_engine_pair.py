@@ -22,9 +22,10 @@ TIMEOUT_S = 0.001
 
 
 class Pair:
-    def __init__(self, prefill_blocks: int = 24, decode_blocks: int = 24) -> None:
-        self.prefill = ToyEngine(num_blocks=prefill_blocks, max_batch_tokens=7, name="prefill")
-        self.decode = ToyEngine(num_blocks=decode_blocks, max_batch_tokens=7, name="decode")
+    def __init__(self, prefill_blocks: int = 24, decode_blocks: int = 24, **kv: int | None) -> None:
+        """`kv`: `window` and `num_window_blocks`."""
+        self.prefill = ToyEngine(num_blocks=prefill_blocks, max_batch_tokens=7, name="prefill", **kv)
+        self.decode = ToyEngine(num_blocks=decode_blocks, max_batch_tokens=7, name="decode", **kv)
 
     def begin(
         self,
@@ -38,7 +39,7 @@ class Pair:
         request = ExpectRequest(
             transfer_id=transfer_id,
             attempt=1,
-            source=toy_address("prefill"),
+            source=self.prefill.address,
             token_ids=prompt,
             cache_salt="",
             timeout_s=timeout_s,
@@ -72,9 +73,7 @@ class Pair:
         self.prefill.engine.report(Sent(*name, 0, error))
         if fate == "lose":
             return
-        report = Received(
-            *name, toy_address("prefill").peer, 0, 0, send.hashes, send.destination_block_ids, len(payload)
-        )
+        report = Received(*name, self.prefill.address.peer, 0, 0, send.hashes, send.destination_block_ids, len(payload))
         self.decode.runner.staged[name] = payload
         self.decode.engine.report(report)
         if fate == "repeat":
@@ -103,13 +102,29 @@ class Pair:
 
 @given(
     prompts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 20)), min_size=1, max_size=4),
-    moves=st.lists(st.sampled_from(["prefill", "decode", "arrive", "lose", "repeat", "end"]), max_size=60),
+    moves=st.lists(
+        st.sampled_from(["prefill", "decode", "arrive", "lose", "repeat", "end", "cancel", "poison"]), max_size=60
+    ),
     sizes=st.tuples(st.integers(10, 24), st.integers(10, 24)),
+    kv=st.sampled_from(
+        [
+            {},
+            {},
+            {"window": 6},
+            {"window": 14},
+            {"window": 6, "num_window_blocks": 8},
+            {"window": 14, "num_window_blocks": 12},
+        ]
+    ),
 )
-@settings(max_examples=300, deadline=None)
-def test_same_tokens_whatever_arrives(prompts: list[tuple[int, int]], moves: list[str], sizes: tuple[int, int]) -> None:
+@settings(max_examples=400, deadline=None)
+def test_same_tokens_whatever_arrives(
+    prompts: list[tuple[int, int]], moves: list[str], sizes: tuple[int, int], kv: dict[str, int]
+) -> None:
     """Losing, repeating or ending transfers at any moment changes no token and leaves nothing behind."""
-    pair = Pair(*sizes)
+    pair = Pair(*sizes, **kv)
+    window = pair.decode.kv.main.window
+    cancelled: set[str] = set()
     texts = {f"r{i}": [*range(shared), *([i] * own)] for i, (shared, own) in enumerate(prompts)}
     for name, prompt in texts.items():
         pair.begin(name, prompt, 6)
@@ -128,6 +143,13 @@ def test_same_tokens_whatever_arrives(prompts: list[tuple[int, int]], moves: lis
             pair.step(pair.decode)
         elif move == "end":
             pair.decode.engine.end_transfer(TransferId("r0"), 1, "test")
+        elif move == "cancel":
+            if "r1" in handed:
+                pair.decode.engine.cancel(toy_request("r1", [], attempt=2).key)
+                cancelled.add("r1")
+        elif move == "poison":
+            for side in (pair.prefill, pair.decode):
+                side.runner.poison(side.engine.pools.free_blocks())
         else:
             pair.deliver(move)
         for side in (pair.prefill, pair.decode):
@@ -138,8 +160,9 @@ def test_same_tokens_whatever_arrives(prompts: list[tuple[int, int]], moves: lis
         hand_over()
     for name, prompt in texts.items():
         first = pair.prefill.tokens[toy_request(name, prompt).key]
-        rest = pair.decode.tokens[toy_request(name, prompt, attempt=2).key]
-        assert first + rest == toy_output(prompt, 6, 3)
+        rest = pair.decode.tokens.get(toy_request(name, prompt, attempt=2).key, [])
+        truth = toy_output(prompt, 6, 3, window=window)
+        assert first + rest == (truth[: 1 + len(rest)] if name in cancelled else truth)
     pair.check_rest()
 
 

@@ -19,7 +19,20 @@ from kvferry.runtime.transfer.ticket import (
     TransferState,
 )
 from tests.support.fake_pool import FakePool
-from tests.support.ledgers import CHAINS, IDS, NEWER, NS, OWN, PICK, RARELY, ROUTES, SOURCES, Key, expect_request
+from tests.support.ledgers import (
+    CHAINS,
+    IDS,
+    NEWER,
+    NS,
+    OWN,
+    PICK,
+    RARELY,
+    ROUTES,
+    SOURCES,
+    Key,
+    expect_request,
+    named,
+)
 
 pytestmark = pytest.mark.core
 
@@ -83,7 +96,7 @@ class InboundMachine(RuleBasedStateMachine):
         highest = self.attempts.get(transfer_id, 0)
         before = self.pool.references.copy()
         try:
-            ticket = self.ledger.expect(request, CHAINS[chain], 1, ROUTES, OWN, self.now)
+            ticket = self.ledger.expect(request, named(CHAINS[chain]), 1, ROUTES, OWN, self.now)
         except StaleAttempt:
             assert attempt < highest or (known and (known.gone or known.over not in (None, TransferState.COMPLETE)))
             assert self.pool.references == before
@@ -319,7 +332,7 @@ def test_layouts_must_agree() -> None:
     pool = FakePool(9)
     with pytest.raises(IncompatiblePeer, match="model, KV dtype or block size"):
         Inbound(pool).expect(
-            expect_request(TransferId("t"), 1, 0, SOURCES[0], fingerprint=b"?"), CHAINS[0], 1, ROUTES, OWN, 0
+            expect_request(TransferId("t"), 1, 0, SOURCES[0], fingerprint=b"?"), named(CHAINS[0]), 1, ROUTES, OWN, 0
         )
     assert not pool.references
 
@@ -330,7 +343,7 @@ def test_everything_is_here() -> None:
     ledger = Inbound(pool)
     for block_hash in CHAINS[0]:
         pool.compute(block_hash)
-    ticket = ledger.expect(expect_request(TransferId("t"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
+    ticket = ledger.expect(expect_request(TransferId("t"), 1, 0, SOURCES[0]), named(CHAINS[0]), 1, ROUTES, OWN, 0)
     assert ticket.missing == []
     assert [event.state for event in ledger.take_events(1)] == [TransferState.COMPLETE]
     assert not ledger.is_waiting(TransferId("t"))
@@ -347,10 +360,10 @@ def test_memory_of_ended_transfers_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     pool = FakePool(9)
     ledger = Inbound(pool)
     for i in range(30):
-        ledger.expect(expect_request(TransferId(f"t{i}"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
+        ledger.expect(expect_request(TransferId(f"t{i}"), 1, 0, SOURCES[0]), named(CHAINS[0]), 1, ROUTES, OWN, 0)
         ledger.release(TransferId(f"t{i}"))
     with pytest.raises(StaleAttempt):
-        ledger.expect(expect_request(TransferId("t29"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
+        ledger.expect(expect_request(TransferId("t29"), 1, 0, SOURCES[0]), named(CHAINS[0]), 1, ROUTES, OWN, 0)
     assert len(ledger._ended._attempts) == 10
 
 
@@ -358,7 +371,7 @@ def halfway() -> tuple[FakePool, Inbound, Ticket, Import, Received]:
     """A transfer whose first message is complete, and its last report."""
     pool = FakePool(9)
     ledger = Inbound(pool)
-    ticket = ledger.expect(expect_request(TransferId("t"), 1, 0, SOURCES[0]), CHAINS[0], 1, ROUTES, OWN, 0)
+    ticket = ledger.expect(expect_request(TransferId("t"), 1, 0, SOURCES[0]), named(CHAINS[0]), 1, ROUTES, OWN, 0)
     first = ticket.missing[:2]
     for rank in (0, 1):
         report = Received(

@@ -146,6 +146,17 @@ class IndexMachine(RuleBasedStateMachine):
                 naive[peer] = length
         assert self.index.longest_prefix(CHAIN, self.now) == naive
 
+    @invariant()
+    def a_window_needs_the_last_blocks_only(self) -> None:
+        """Against trying every length."""
+        for num_window in (1, 2, 3):
+            naive = {}
+            for peer in PEERS:
+                held = self.index_holds(peer) | {h for p, h in self.expected if p == peer}
+                ends = [n for n in range(1, len(CHAIN) + 1) if set(CHAIN[max(0, n - num_window) : n]) <= held]
+                naive |= {peer: ends[-1]} if ends else {}
+            assert self.index.longest_prefix(CHAIN, self.now, num_window) == naive
+
 
 TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -23,9 +23,12 @@ BUDGET, MAX_SEQUENCES = 11, 3
 class SchedulerMachine(RuleBasedStateMachine):
     """The naive twin is `toy_output`: each sequence alone, without blocks."""
 
+    KV: dict[str, int] = {"num_blocks": 12}
+
     def __init__(self) -> None:
         super().__init__()
-        self.toy = ToyEngine(num_blocks=12, max_batch_tokens=BUDGET, max_sequences=MAX_SEQUENCES, max_waiting=6)
+        self.toy = ToyEngine(**self.KV, max_batch_tokens=BUDGET, max_sequences=MAX_SEQUENCES, max_waiting=6)
+        self.window = self.toy.kv.main.window
         self.requests: dict[SequenceKey, SequenceRequest] = {}
         self.cancelled: set[SequenceKey] = set()
         self.serial = 0
@@ -42,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = SYSTEM[:shared] + own
         self.serial += 1
         for index in range(n):
-            done = toy_output(prompt, min(delivered, max_tokens - 1), self.serial, index)
+            done = toy_output(prompt, min(delivered, max_tokens - 1), self.serial, index, self.window)
             request = toy_request(
                 f"r{self.serial}",
                 prompt,
@@ -75,8 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reuse_of_free_blocks_is_visible(self) -> None:
-        pool = self.toy.engine.pool
-        self.toy.runner.poison(list(pool._free))
+        self.toy.runner.poison(self.toy.engine.pools.free_blocks())
 
     @invariant()
     def holds(self) -> None:
@@ -88,9 +90,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             if key in self.cancelled or self.toy.ends.get(key) == "queue_full":
                 continue
             done = request.output_token_ids
-            truth = toy_output(
-                request.prompt_token_ids, request.sampling.max_tokens, request.sampling.seed or 0, key.index
-            )
+            params = request.sampling
+            truth = toy_output(request.prompt_token_ids, params.max_tokens, params.seed or 0, key.index, self.window)
             assert self.toy.ends[key] == "length"
             assert done + self.toy.tokens[key] == truth
         audit = self.toy.engine.audit()
@@ -98,8 +99,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert audit.num_leased_blocks == 0
 
 
+class WindowMachine(SchedulerMachine):
+    """Pools hold less than one sequence can have."""
+
+    KV = {"num_blocks": 6, "window": 7}
+
+
+class MixedMachine(SchedulerMachine):
+    KV = {"num_blocks": 12, "window": 7, "num_window_blocks": 6}
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestMixed = MixedMachine.TestCase
+TestMixed.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_prefix_of_simultaneous_arrivals_is_computed_once() -> None:

@@ -17,8 +17,10 @@ from kvferry.cluster.prefix_index import PrefixIndex, _Entries
 from kvferry.cluster.sim.runner import simulate
 from kvferry.cluster.transfers import Transfers
 from kvferry.runtime.engine import Engine
+from kvferry.runtime.ids import NO_BLOCK
+from kvferry.runtime.kv.groups import BlockGroup
 from kvferry.runtime.kv.pool import BlockPool
-from kvferry.runtime.scheduler import Scheduler
+from kvferry.runtime.kv.table import TableKeeper
 from kvferry.runtime.transfer.inbound import Inbound
 from kvferry.runtime.transfer.outbound import Outbound
 
@@ -82,16 +84,38 @@ def ledger_never_lets_lapse(patch: Patch) -> None:
 
 def scheduler_seals_unfilled_blocks(patch: Patch) -> None:
     """Scheduler: the block that a chunk has only begun to fill becomes visible."""
-    real = Scheduler._seal
+    real = TableKeeper.computed
 
-    def seal(self: Any, sequence: Any) -> None:
-        size = self._pool.block_size
-        for i in range(sequence.num_sealed, min(-(-sequence.num_computed // size), len(sequence.hashes))):
-            sequence.block_ids[i] = self._pool.seal(sequence.block_ids[i])
-            sequence.num_sealed = i + 1
-        real(self, sequence)
+    def computed(self: Any, sequence: Any, table: Any) -> None:
+        for i in range(table.num_sealed, min(-(-sequence.num_computed // self._size), len(sequence.hashes))):
+            table.block_ids[i] = self.pool.seal(table.block_ids[i])
+            table.num_sealed = i + 1
+        real(self, sequence, table)
 
-    patch(Scheduler, "_seal", seal)
+    patch(TableKeeper, "computed", computed)
+
+
+def window_ends_one_block_too_early(patch: Patch) -> None:
+    """Block group: the oldest block that a token still sees counts as out of its window."""
+    real = BlockGroup.first_needed
+
+    def first_needed(self: Any, position: int) -> int:
+        first = real(self, position)
+        return first if self.window is None else min(first + 1, max(0, position - 1) // self.layout.block_size)
+
+    patch(BlockGroup, "first_needed", first_needed)
+
+
+def window_hit_without_its_window(patch: Patch) -> None:
+    """Block tables: the last cached block counts as a prefix, whatever became of those before it."""
+    real = TableKeeper._find_window
+
+    def find(self: Any, limit: int, lookup: Any) -> Any:
+        hits = real(self, limit, lookup)
+        last = next((i for i in reversed(range(limit)) if lookup(i) is not None), -1)
+        return hits if last < len(hits) else [NO_BLOCK] * last + [lookup(last)]
+
+    patch(TableKeeper, "_find_window", find)
 
 
 def engine_forgets_who_adopts(patch: Patch) -> None:
@@ -99,7 +123,7 @@ def engine_forgets_who_adopts(patch: Patch) -> None:
     real = Engine._leave_transfer
 
     def leave(self: Any, sequence: Any) -> None:
-        if sequence.block_ids:
+        if sequence.tables:
             real(self, sequence)
 
     patch(Engine, "_leave_transfer", leave)
@@ -160,6 +184,8 @@ def driver_forgets_dead_gateways(patch: Patch) -> None:
         ledger_frees_before_the_drain_ack,
         ledger_never_lets_lapse,
         scheduler_seals_unfilled_blocks,
+        window_ends_one_block_too_early,
+        window_hit_without_its_window,
         engine_forgets_who_adopts,
         coordinator_skips_the_attempt_check,
         coordinator_counts_a_token_twice,

@@ -80,7 +80,7 @@ def info(group: str, epoch: int, role: str, **changed: Any) -> GroupInfo:
         "block_size": BLOCK_SIZE,
         "block_bytes": 1000,
         "num_blocks": 1000,
-        "max_context": 1000,
+        "max_context": min(1000, changed.get("num_blocks", 1000) * BLOCK_SIZE),
         "max_sequences": 64,
         "max_batch_tokens": 64,
         "model": "toy",

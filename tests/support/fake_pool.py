@@ -41,7 +41,10 @@ class FakePool:
                 del self.sealed[block_hash]
                 self.free.append(block_id)
 
-    def lease(self, count: int) -> list[BlockId]:
+    def group_of(self, block_id: BlockId) -> int:
+        return 0
+
+    def lease(self, count: int, group: int = 0) -> list[BlockId]:
         if count > len(self.free):
             idle = sum(block_id not in self.references for block_id in self.sealed.values())
             if count > len(self.free) + idle:

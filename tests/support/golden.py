@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM as AutoModel
 from transformers import PreTrainedModel
 
 from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
-from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import Decoder, build_model
 from kvferry.runtime.model.families import from_hf_config
 from kvferry.runtime.model.loader import MemoryWeights
@@ -73,7 +74,7 @@ class Sequences:
         parallel = parallel or SingleRank()
         self.model = build(name, parallel)
         layout = self.model.spec.kv_layout(BLOCK, "float32", parallel.size)
-        self.storage = KVStorage(layout, num_blocks, "cpu", poison=True)
+        self.storage = RankStorage(one_group(layout, num_blocks), "cpu", poison=True)
         self.runner = Runner(self.model, self.storage, parallel)
         self.free: list[BlockId] = [BlockId(int(b)) for b in np.random.default_rng(1).permutation(num_blocks)]
         self.leads = parallel.rank == 0

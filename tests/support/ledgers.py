@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, Peer, TransferId
+from kvferry.runtime.kv.groups import Named
 from kvferry.runtime.transfer.ticket import (
     ExpectRequest,
     GroupAddress,
@@ -23,6 +24,11 @@ NEWER = st.sampled_from([1, 1, 1, 1, 0, -1])
 """Added to the latest attempt."""
 RARELY = st.integers(0, 4).map(lambda draw: draw == 4)
 PICK = st.integers(0, 1 << 16)
+
+
+def named(chain: list[BlockHash]) -> list[list[Named]]:
+    """All of it, in one block group."""
+    return [[Named(i, block_hash, chain[i - 1] if i else None) for i, block_hash in enumerate(chain)]]
 
 
 def expect_request(

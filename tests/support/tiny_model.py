@@ -44,12 +44,12 @@ CORPUS = (
 )
 
 
-def save_tiny_model(folder: Path, seed: int = 0) -> Path:
-    """Writes config, weights and tokenizer. Returns `folder`."""
+def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Writes config (with `changes`), weights and tokenizer. Returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     generator = torch.Generator().manual_seed(seed)
-    spec = from_hf_config(CONFIG)
+    spec = from_hf_config(CONFIG | changes)
     shapes = {hf_source(spec, part).name: shape for part, shape in part_shapes(spec).items()}
     tensors = {
         name: torch.rand(shape, generator=generator) + 0.5

@@ -1,4 +1,8 @@
-"""A toy model whose next token is a hash of *what its blocks say*: reading a foreign or unfilled block shows."""
+"""A toy model whose next token is a hash of *what its blocks say*: reading a foreign or unfilled block shows.
+
+With a window in all layers it depends on the last tokens only; with a window in some, every block group must say the
+same of them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ from typing import Any
 
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
 from kvferry.runtime.engine import Engine
-from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey
+from kvferry.runtime.ids import NO_BLOCK, Epoch, GroupId, Peer, RequestId, SequenceKey
+from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import SamplingParams, SequenceRequest
-from kvferry.runtime.step import SampledToken, SampleInput, Send, StepPlan, StepResult
+from kvferry.runtime.step import Row, SampledToken, SampleInput, Send, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, RankAddress
 
 VOCAB = 50
@@ -26,19 +31,20 @@ def toy_next(tokens: list[int], seed: int, index: int) -> int:
     return (value >> 20) % VOCAB
 
 
-def toy_output(prompt: list[int], count: int, seed: int = 0, index: int = 0) -> list[int]:
+def toy_output(prompt: list[int], count: int, seed: int = 0, index: int = 0, window: int | None = None) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(toy_next(tokens, seed, index))
+        tokens.append(toy_next(tokens[-(window or len(tokens)) :], seed, index))
     return tokens[len(prompt) :]
 
 
 class ToyRunner:
     """One rank: blocks hold tokens; rows write them, then read their whole context back."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.size = block_size
-        self.blocks = [[POISON] * block_size for _ in range(num_blocks)]
+    def __init__(self, kv: KVGroups) -> None:
+        self.groups = kv.groups
+        self.size = kv.block_size
+        self.blocks = [[POISON] * self.size for _ in range(sum(group.num_blocks for group in kv.groups))]
         self.sends: list[tuple[Send, list[list[int]]]] = []
         self.staged: dict[tuple[str, int, int], list[list[int]]] = {}
         self.plans: list[StepPlan] = []
@@ -51,14 +57,13 @@ class ToyRunner:
                 self.blocks[block_id] = list(content)
         for row in plan.rows:
             assert row.token_ids, "a row without tokens"
-            for position, token in enumerate(row.token_ids, row.start):
-                self.blocks[row.block_ids[position // self.size]][position % self.size] = token
+            for table in (row.block_ids, row.window_block_ids)[: len(self.groups)]:
+                for position, token in enumerate(row.token_ids, row.start):
+                    self.blocks[table[position // self.size]][position % self.size] = token
         sampled = []
         inputs = iter(samples)
         for row in plan.rows:
-            length = row.start + len(row.token_ids)
-            context = [self.blocks[row.block_ids[p // self.size]][p % self.size] for p in range(length)]
-            assert POISON not in context, "a row read a slot that nobody filled"
+            context = self.context(row)
             if row.sample:
                 given = next(inputs)
                 token = toy_next(context, given.params.seed or 0, given.key.index)
@@ -68,6 +73,17 @@ class ToyRunner:
         for send in plan.sends:
             self.sends.append((send, [list(self.blocks[b]) for b in send.source_block_ids]))
         return StepResult(sampled)
+
+    def context(self, row: Row) -> list[int]:
+        """What the row's last token sees of the tokens up to it; the row's first one must see its own window too."""
+        length, seen = row.start + len(row.token_ids), []
+        for group, table in zip(self.groups, (row.block_ids, row.window_block_ids), strict=False):
+            first = 0 if group.window is None else max(0, row.start + 1 - group.window)
+            assert NO_BLOCK not in table[first // self.size :], "a row reads a block that was let go"
+            seen.append([self.blocks[table[p // self.size]][p % self.size] for p in range(first, length)])
+            assert POISON not in seen[-1], "a row read a slot that nobody filled"
+        assert all(seen[0][-len(tokens) :] == tokens for tokens in seen), "block groups differ"
+        return seen[0][-(self.groups[0].window or length) :]
 
     def poison(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
@@ -85,20 +101,40 @@ class Ticks:
         return self.now_ns
 
 
-def toy_address(name: str, epoch: int = 1) -> GroupAddress:
-    layout = toy_layout()
-    return GroupAddress(Peer(GroupId(name), Epoch(epoch)), 1, layout.fingerprint, [RankAddress("127.0.0.1", 0, "here")])
+def toy_address(name: str, epoch: int = 1, kv: KVGroups | None = None) -> GroupAddress:
+    fingerprint = (kv or toy_layout()).fingerprint
+    return GroupAddress(Peer(GroupId(name), Epoch(epoch)), 1, fingerprint, [RankAddress("127.0.0.1", 0, "here")])
 
 
 def toy_layout(block_size: int = 4) -> KVLayout:
     return KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype="float32")
 
 
+def toy_groups(
+    num_blocks: int, block_size: int = 4, window: int | None = None, num_window_blocks: int | None = None
+) -> KVGroups:
+    """`window` in all layers, or with `num_window_blocks` in some."""
+    layout = toy_layout(block_size)
+    if window is None or num_window_blocks is None:
+        return one_group(layout, num_blocks, window)
+    return two_groups(layout, layout, window, (False, True), (num_blocks, num_window_blocks))
+
+
 class ToyEngine:
     """An engine over a toy runner, stepped by hand."""
 
-    def __init__(self, num_blocks: int = 32, block_size: int = 4, name: str = "toy", **scheduler: Any) -> None:
-        self.runner = ToyRunner(num_blocks, block_size)
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        block_size: int = 4,
+        name: str = "toy",
+        window: int | None = None,
+        num_window_blocks: int | None = None,
+        **scheduler: Any,
+    ) -> None:
+        self.kv = toy_groups(num_blocks, block_size, window, num_window_blocks)
+        self.address = toy_address(name, kv=self.kv)
+        self.runner = ToyRunner(self.kv)
         self.clock = Ticks()
         config = EngineConfig(
             cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
@@ -107,10 +143,9 @@ class ToyEngine:
         )
         self.engine = Engine(
             config,
-            toy_layout(block_size),
-            num_blocks,
+            self.kv,
             ROOT,
-            toy_address(name),
+            self.address,
             1 << 20,
             self.runner.execute,
             self.clock,

@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.cluster.messages import GroupInfo, Load
 from kvferry.runtime.errors import CorruptModel, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, Peer, RequestId, SequenceKey
+from kvferry.runtime.kv.groups import KVGroups, one_group
 from kvferry.runtime.kv.hashing import hash_chain, hash_root
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.reports import StepOutput
@@ -42,8 +43,7 @@ class ToyRank:
 
     def __init__(self, model: str, config: Any, *, rank: int, host: str, on_progress: Any = None, **_: Any) -> None:
         self.rank = rank
-        self.layout = LAYOUT
-        self.num_blocks = 64
+        self.kv = one_group(LAYOUT, 64)
         self.hash_root = ROOT
         self.max_context = 256
         self.address = RankAddress(host=host, store_port=0, machine="toy")
@@ -81,14 +81,13 @@ class ToyEngine:
     def __init__(
         self,
         config: Any,
-        layout: KVLayout,
-        num_blocks: int,
+        kv: KVGroups,
         root: bytes,
         address: GroupAddress,
         max_context: int,
         execute: Callable[[StepPlan, list[Any]], StepResult],
     ) -> None:
-        self.address, self.num_blocks, self.execute = address, num_blocks, execute
+        self.address, self.num_blocks, self.execute = address, kv.num_blocks, execute
         self.running: dict[SequenceKey, tuple[SequenceRequest, list[int]]] = {}
         self.cached: dict[BlockHash, None] = {}
         self.events = StepOutput([], [], [], [])
@@ -213,7 +212,9 @@ def address(name: str = "toy-0", epoch: int = 1) -> GroupAddress:
 
 
 def engine(num_blocks: int = 64) -> ToyEngine:
-    return ToyEngine(None, LAYOUT, num_blocks, ROOT, address(), 256, ToyRank("toy", None, rank=0, host="").execute)
+    return ToyEngine(
+        None, one_group(LAYOUT, num_blocks), ROOT, address(), 256, ToyRank("toy", None, rank=0, host="").execute
+    )
 
 
 def info(name: str = "toy-0", epoch: int = 1, role: str = "mixed") -> GroupInfo:

@@ -14,13 +14,14 @@ import torch
 from kvferry.runtime.config import TransferConfig, TransportName
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockHash, BlockId, Epoch, GroupId, Peer, TransferId
+from kvferry.runtime.kv.groups import one_group
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.step import CloseLink, Discard, Import, OpenLink, Send, StepPlan
 from kvferry.runtime.transfer import link as link_module
 from kvferry.runtime.transfer.factory import make_transport
+from kvferry.runtime.transfer.group_span import GroupSpan
 from kvferry.runtime.transfer.links import Links
 from kvferry.runtime.transfer.secret import NO_SECRET, TAG_BYTES, tag
-from kvferry.runtime.transfer.span import HeadSpan
 from kvferry.runtime.transfer.staging import Staged, Staging
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkDown, LinkReport, Received, Sent
 from kvferry.runtime.transfer.transport import LinkClosed
@@ -29,6 +30,11 @@ NUM_BLOCKS = 24
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
 PREFILL, DECODE = Peer(GroupId("prefill-0"), Epoch(1)), Peer(GroupId("decode-0"), Epoch(2))
 T = TransferId("t")
+
+
+def tiny_span() -> GroupSpan:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
+    return GroupSpan(one_group(layout, 1), [torch.zeros(1, 1, 2, 1, 1, 1)], (0, 1))
 
 
 class Group:
@@ -43,7 +49,15 @@ class Group:
         whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
         self.blocks = [whole[:, :, :, slice(*self.layout.heads(rank))].contiguous().clone() for rank in range(tp_size)]
         self.links = [
-            Links(make_transport(transport, "127.0.0.1"), self.layout, r, peer, b, config, self.reports.put)
+            Links(
+                make_transport(transport, "127.0.0.1"),
+                one_group(self.layout, NUM_BLOCKS),
+                r,
+                peer,
+                [b],
+                config,
+                self.reports.put,
+            )
             for r, b in enumerate(self.blocks)
         ]
 
@@ -295,7 +309,7 @@ def test_other_layout_is_reported(groups: list[Group]) -> None:
 def test_staging_is_bounded_but_never_stuck() -> None:
     """Guards against memory that grows with a slow engine, and against routes that starve each other of room."""
     staging = Staging(budget=100)
-    span = HeadSpan(torch.zeros(1, 1, 2, 1, 1, 1), (0, 1))
+    span = tiny_span()
     staging.reserve("a", 60, 1)
     staging.reserve("a", 40, 1)
     with pytest.raises(LinkClosed, match="room"):
@@ -317,9 +331,7 @@ def test_staging_is_bounded_but_never_stuck() -> None:
 def test_payload_that_arrives_while_its_transfer_is_discarded() -> None:
     """Guards against bytes that stay for ever because the discard came between header and payload."""
     staging = Staging()
-    staged = Staged(
-        "a", torch.empty(60, dtype=torch.uint8), [BlockId(0)], HeadSpan(torch.zeros(1, 1, 2, 1, 1, 1), (0, 1)), 1
-    )
+    staged = Staged("a", torch.empty(60, dtype=torch.uint8), [BlockId(0)], tiny_span(), 1)
     staging.reserve("a", 60, 1)
     staging.discard(Discard(T, 1))
     assert not staging.put((PREFILL, T, 1, 0), 0, staged)

@@ -136,9 +136,15 @@ def test_eos_of_generation_config_wins() -> None:
             r"architectures=\['MambaForCausalLM'\].*supported are Gemma2ForCausalLM.*LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures=None"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window=128.*256"),
-        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window=4096"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["chunked_attention"] * 2,
+            },
+            "layer_types=.*full_attention and sliding",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "rope type 'axial'.*yarn, longrope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope that differs between layers"),
@@ -156,6 +162,33 @@ def test_unsupported_is_refused_by_name(changes: dict[str, Any], message: str) -
     """Loading it anyway gives fluent nonsense."""
     with pytest.raises(UnsupportedModel, match=message):
         spec(**changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("Mistral", {"sliding_window": 128}, [128, 128]),
+        ("Mistral", {"sliding_window": None}, [None, None]),
+        ("Mistral", {"max_position_embeddings": 8192}, [4096, 4096]),
+        ("Mistral", {}, [None, None]),  # 4096 unless it says otherwise, and that is more than it can take
+        ("Qwen2", {"sliding_window": 128}, [None, None]),
+        ("Qwen2", {"sliding_window": 128, "use_sliding_window": True}, [None, None]),
+        ("Qwen2", {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1}, [None, 128]),
+        (
+            "Qwen3",
+            {
+                "sliding_window": 128,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            [128, None],
+        ),
+    ],
+)
+def test_windows_of_layers(name: str, changes: dict[str, Any], windows: list[int | None]) -> None:
+    """Fault: a window that is ignored is right until the first prompt that is longer."""
+    read = spec(architectures=[f"{name}ForCausalLM"], **changes)
+    assert [layer.attention.window for layer in read.layers] == windows
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,19 @@ from __future__ import annotations
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
 from kvferry.runtime.model.families.llama import llama_attention, llama_mlp, uniform
+from kvferry.runtime.model.families.windows import layer_types, windowed
 from kvferry.runtime.model.spec import AttentionSpec, ModelSpec
 
 
 def _read(config: Config, attention: AttentionSpec) -> ModelSpec:
     config.refuse_common()
-    config.refuse_windows()
-    if config.get("use_sliding_window"):
-        config.refuse("use_sliding_window", "supported is false")
-    return uniform(config, attention, llama_mlp(config))
+    spec = uniform(config, attention, llama_mlp(config))
+    if not config.flag("use_sliding_window"):
+        return spec
+    window, num_layers = config.positive("sliding_window"), spec.num_layers
+    first = config.get("max_window_layers", 28)  # layers below it see all
+    is_local = layer_types(config, num_layers) or [i >= first for i in range(num_layers)]
+    return windowed(spec, [window if local else None for local in is_local])
 
 
 def _qwen2(config: Config) -> ModelSpec:
