@@ -21,7 +21,7 @@ from kvferry.runtime.model.parts import Shape, part_shapes
 from kvferry.runtime.model.spec import ModelSpec
 
 Device = Literal["gpu", "cpu"]
-_CUT_ROWS = ("head", "attention.q", "mlp.gate", "mlp.up")
+_CUT_ROWS = ("attention.q", "mlp.gate", "mlp.up")
 _CUT_COLUMNS = ("attention.o", "mlp.down")
 _KV_ROWS = ("attention.k", "attention.v")
 
@@ -126,7 +126,9 @@ def rank_shapes(spec: ModelSpec, layout: KVLayout) -> Iterator[tuple[str, Shape]
     tp_size = layout.tp_size
     for part, (rows, *rest) in part_shapes(spec).items():
         stem = _stem(part)
-        if stem in _CUT_ROWS:
+        if stem == "head":
+            rows = -(-rows // tp_size)
+        elif stem in _CUT_ROWS:
             rows //= tp_size
         elif stem in _KV_ROWS:
             rows = rows * layout.rank_heads // layout.num_kv_heads
@@ -145,7 +147,7 @@ def weight_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, device: Device) 
     """Of rank 0. On a CPU a tied head is a copy in bfloat16: oneDNN wants its weights in an order of its own."""
     total = sum(math.prod(shape) for _, shape in rank_shapes(spec, layout))
     if spec.tied_embeddings and device == "cpu" and dtype == "bfloat16":
-        total += spec.vocab_size // layout.tp_size * spec.hidden_size
+        total += -(-spec.vocab_size // layout.tp_size) * spec.hidden_size
     return total * DTYPE_BYTES[dtype]
 
 
@@ -163,6 +165,6 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
             outputs[half] = outputs.get(half, 0) + shape[0]
             inputs[half] = max(inputs.get(half, 0), shape[1])
     width = 2 * spec.hidden_size + max(outputs[half] + inputs[half] for half in outputs)
-    own, whole = spec.vocab_size // tp_size, spec.vocab_size if tp_size > 1 else 0
+    own, whole = -(-spec.vocab_size // tp_size), spec.vocab_size if tp_size > 1 else 0
     rows = min(workload.max_batch_tokens, workload.max_sequences)
     return workload.max_batch_tokens * width * size + rows * ((own + whole) * size + 2 * spec.vocab_size * 4)

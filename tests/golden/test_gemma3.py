@@ -20,8 +20,8 @@ STORY = (
     "and is back before the tide turns. Nobody on island {0} remembers who ordered the goats. "
 )
 LONG = {
-    "beyond the window": "".join(STORY.format(i) for i in range(14)),  # some 700 tokens
-    "across its border": "".join(STORY.format(i) for i in range(9)),  # answers begin within the window and leave it
+    "beyond the window": "".join(STORY.format(i) for i in range(16)),  # some 700 tokens
+    "across its border": "".join(STORY.format(i) for i in range(11)),  # answers begin within the window and leave it
 }
 
 
@@ -58,13 +58,13 @@ def test_prompts_are_worth_their_names(outputs: dict[str, kvferry.RequestOutput]
     lengths = {name: len(outputs[name].prompt_token_ids) for name in LONG}
     assert lengths["beyond the window"] > WINDOW + 100
     assert WINDOW - 60 < lengths["across its border"] < WINDOW
-    prompt = outputs["beyond the window"].prompt_token_ids
-    with torch.inference_mode():
-        windowed = theirs(torch.tensor([prompt]), logits_to_keep=1).logits
-        for layer in theirs.model.layers:
-            assert layer.self_attn.sliding_window in (None, WINDOW)
-        theirs.config.sliding_window = 4096
-        full = theirs(torch.tensor([prompt]), logits_to_keep=1).logits
+    prompt = torch.tensor([outputs["beyond the window"].prompt_token_ids])
+    try:
+        with torch.inference_mode():
+            windowed = theirs(prompt, logits_to_keep=1).logits
+            theirs.config.sliding_window = 4096
+            full = theirs(prompt, logits_to_keep=1).logits
+    finally:
         theirs.config.sliding_window = WINDOW
     assert (windowed - full).abs().max() > 0.1
 
@@ -96,7 +96,7 @@ def test_blanks_are_taken_longest_first(tokenizer: Tokenizer) -> None:
 
 
 def test_bytes_stand_for_what_is_no_token(tokenizer: Tokenizer) -> None:
-    text = "\x00𒐫\ue000"
+    text = "\x00\U000f1234"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert set(ids) <= tokenizer.byte_token_ids
     assert tokenizer.decode(ids) == text
