@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvferry.kernels.quantized import can_quantize
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
@@ -15,7 +16,7 @@ from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
-from kvferry.runtime.model.fit import resolve_dtype, resolve_max_context, resolve_num_blocks
+from kvferry.runtime.model.fit import check_quantization, resolve_dtype, resolve_max_context, resolve_num_blocks
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
@@ -52,10 +53,15 @@ class Rank:
         self.max_context = resolve_max_context(config, self.spec)
         self.layout = self.spec.kv_layout(config.cache.block_size, self.dtype, tp_size)
         self.num_blocks = resolve_num_blocks(config, self.layout)
-        self.hash_root = hash_root({"model": model_identity(files), **self.layout.content_fields})
+        self.hash_root = hash_root(
+            {"model": model_identity(files), "quantization": config.quantization, **self.layout.content_fields}
+        )
         self.rank = rank
         self._config = config
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        check_quantization(config, self.spec, device.type)
+        if config.quantization != "none" and not can_quantize(config.quantization):
+            raise InvalidArgument("quantization", config.quantization, "this CPU, or this torch, lacks the operation")
         self._cores = None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -64,7 +70,8 @@ class Rank:
         self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
         weights = open_weights(files, self.spec, on_progress)
         try:
-            decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel, device)
+            dtype = getattr(torch, self.dtype)
+            decoder = build_model(self.spec, weights, dtype, rank, self._parallel, device, config.quantization)
         finally:
             weights.close()
         self.storage = KVStorage(self.layout, self.num_blocks, device)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 
-from kvferry.kernels.linear import PackedLinear
+from kvferry.kernels.linear import Linear, PackedLinear, make_linear
+from kvferry.kernels.packing import Quantization
 from kvferry.kernels.rope import inverse_frequencies, rope_angles, scale_llama3
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import Batch
@@ -20,6 +22,8 @@ from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, RMSNorm
 from kvferry.runtime.model.loader import Weights
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Decoder:
     """One per kind of rope: float32 `[head_dim / 2]`, radians a position."""
     layers: list[DecoderLayer]
     norm: RMSNorm
-    head: PackedLinear
+    head: Linear
     parallel: TensorParallel
 
     def forward(self, batch: Batch, storage: KVStorage) -> torch.Tensor:
@@ -57,14 +61,20 @@ def build_model(
     rank: int,
     parallel: TensorParallel,
     device: torch.device | str = "cpu",
+    quantization: Quantization = "none",
 ) -> Decoder:
     """Reads this rank's part of the weights, tensor by tensor. Raises `InvalidArgument` if the model cannot be cut."""
     spec.check_tensor_parallel(parallel.size)
-    builder = _Builder(spec, weights, dtype, rank, parallel, device)
+    builder = _Builder(spec, weights, dtype, rank, parallel, device, quantization)
     embedding = builder.get("embedding.weight")
     start, stop = builder.cut(spec.vocab_size)
     head = embedding[start:stop] if spec.tied_embeddings else builder.get("head.weight", 0, start, stop)
     layers = [builder.layer(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
+    output = builder.linear(head)
+    if builder.num_unquantized:
+        _log.warning(
+            "linears_not_quantized", quantization=quantization, count=builder.num_unquantized, of=builder.num_linears
+        )
     return Decoder(
         spec=spec,
         dtype=dtype,
@@ -72,7 +82,7 @@ def build_model(
         frequencies=[_frequencies(rope, dim).to(embedding.device) for rope, dim in builder.ropes],
         layers=layers,
         norm=builder.norm("norm"),
-        head=PackedLinear(head),
+        head=output,
         parallel=parallel,
     )
 
@@ -103,9 +113,11 @@ class _Builder:
         rank: int,
         parallel: TensorParallel,
         device: torch.device | str,
+        quantization: Quantization,
     ) -> None:
         self._spec, self._weights, self._dtype, self._device = spec, weights, dtype, device
-        self._rank, self._parallel = rank, parallel
+        self._rank, self._parallel, self._quantization = rank, parallel, quantization
+        self.num_linears = self.num_unquantized = 0
         self._kv_heads = spec.kv_layout(1, spec.dtype, parallel.size).heads(rank)
         self.ropes: list[tuple[RopeSpec, int]] = []
         """Kinds of rope with their dimensions, in the order in which layers came to need them."""
@@ -117,6 +129,12 @@ class _Builder:
         """This rank's even share of `count` rows."""
         share = count // self._parallel.size
         return self._rank * share, (self._rank + 1) * share
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        made = make_linear(weight, bias, self._quantization)
+        self.num_linears += 1
+        self.num_unquantized += self._quantization != "none" and isinstance(made, PackedLinear)
+        return made
 
     def norm(self, part: str) -> RMSNorm:
         return RMSNorm(self.get(f"{part}.weight"), self._spec.norm.eps)
@@ -158,16 +176,14 @@ class _Builder:
             down=self._rows(f"{part}.down", *inner, spec.bias),
         )
 
-    def _columns(self, parts: Sequence[tuple[str, int, int]], bias: bool) -> PackedLinear:
+    def _columns(self, parts: Sequence[tuple[str, int, int]], bias: bool) -> Linear:
         """Output channels `[start, stop)` of several linears, as one."""
         weight = torch.cat([self.get(f"{part}.weight", 0, start, stop) for part, start, stop in parts])
         if not bias:
-            return PackedLinear(weight)
-        return PackedLinear(
-            weight, torch.cat([self.get(f"{part}.bias", 0, start, stop) for part, start, stop in parts])
-        )
+            return self.linear(weight)
+        return self.linear(weight, torch.cat([self.get(f"{part}.bias", 0, start, stop) for part, start, stop in parts]))
 
-    def _rows(self, part: str, start: int, stop: int, bias: bool) -> PackedLinear:
+    def _rows(self, part: str, start: int, stop: int, bias: bool) -> Linear:
         """Input channels `[start, stop)`: a partial sum; so only one rank may add the bias."""
         weight = self.get(f"{part}.weight", 1, start, stop)
-        return PackedLinear(weight, self.get(f"{part}.bias") if bias and self._rank == 0 else None)
+        return self.linear(weight, self.get(f"{part}.bias") if bias and self._rank == 0 else None)

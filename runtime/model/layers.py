@@ -11,7 +11,7 @@ import torch
 
 from kvferry.kernels.activation import silu_mul
 from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
-from kvferry.kernels.linear import PackedLinear
+from kvferry.kernels.linear import Linear
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import apply_rope_
 from kvferry.runtime.model.batch import Batch
@@ -33,9 +33,9 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    qkv: PackedLinear
+    qkv: Linear
     """To `(H + 2N)·D`: query heads, key heads, value heads."""
-    output: PackedLinear
+    output: Linear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     num_heads: int
@@ -82,8 +82,8 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
 
     def __call__(self, x_TC: torch.Tensor) -> torch.Tensor:
         """This rank's share of the output."""
