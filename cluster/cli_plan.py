@@ -12,6 +12,7 @@ import tyro
 
 from kvferry.cluster.cli_serve import parse_bytes
 from kvferry.cluster.cli_shared import shown
+from kvferry.kernels.packing import Quantization
 from kvferry.runtime.config import CacheConfig, DType, EngineConfig, SchedulerConfig, check_range
 from kvferry.runtime.errors import InvalidArgument
 
@@ -55,6 +56,8 @@ class Plan:
 
     dtype: DType = _ENGINE.dtype
     """Number format of weights and KV cache; auto is what the model's files say."""
+    quantization: Quantization = _ENGINE.quantization
+    """Of the weights, on CPUs."""
     block_size: int = _ENGINE.cache.block_size
     """Tokens in a KV block."""
     kv_memory: Annotated[str | None, shown("SIZE", "all that is left")] = None
@@ -70,11 +73,12 @@ class Plan:
     def plan(self) -> MemoryPlan:
         """Raises `InvalidArgument`, `UnsupportedModel`, `CorruptModel`, `NotFound`."""
         from kvferry.runtime.model.files import describe
-        from kvferry.runtime.model.fit import resolve_dtype
+        from kvferry.runtime.model.fit import check_quantization, resolve_dtype
         from kvferry.runtime.model.plan import Workload, plan_memory
 
         engine = EngineConfig(
             dtype=self.dtype,
+            quantization=self.quantization,
             cache=CacheConfig(block_size=self.block_size),
             scheduler=SchedulerConfig(max_batch_tokens=self.max_batch_tokens, max_sequences=self.max_sequences),
         )
@@ -89,11 +93,13 @@ class Plan:
             context=spec.max_context if self.context is None else self.context,
             link_bytes_per_s=link,
             device=self.device,
+            quantization=engine.quantization,
             kv_memory_bytes=kv_memory,
             max_batch_tokens=engine.scheduler.max_batch_tokens,
             max_sequences=engine.scheduler.max_sequences,
         )
         spec.check_tensor_parallel(self.tp)
+        check_quantization(engine, spec)
         return plan_memory(spec, spec.kv_layout(engine.cache.block_size, dtype, self.tp), dtype, workload)
 
     def run(self) -> None:
@@ -108,7 +114,8 @@ def _show(model: str, plan: MemoryPlan) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(f"{model}: {plan.dtype} weights, {plan.kv_format} KV, tensor parallel {plan.tp_size}", markup=False)
+    weights = plan.dtype if plan.quantization == "none" else f"{plan.quantization} ({plan.dtype})"
+    console.print(f"{model}: {weights} weights, {plan.kv_format} KV, tensor parallel {plan.tp_size}", markup=False)
     console.print(_memory(plan))
     console.print(_cache(plan))
 

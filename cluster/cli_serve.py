@@ -18,6 +18,7 @@ from kvferry.cluster.config import (
     ServeConfig,
     ServerOptions,
 )
+from kvferry.kernels.packing import Quantization
 from kvferry.runtime.config import (
     CacheConfig,
     DType,
@@ -110,6 +111,8 @@ class Serve:
 
     dtype: DType = _ENGINE.dtype
     """Number format of weights and KV cache; auto is what the model's files say."""
+    quantization: Quantization = _ENGINE.quantization
+    """Of the weights, on CPUs: int8 is faster everywhere, int4 is smallest and fastest for a few answers at a time."""
     threads: Annotated[int | None, shown("INT", "the cores that others leave idle")] = _ENGINE.threads
     """CPU threads of each worker."""
 
@@ -183,6 +186,7 @@ class Serve:
     def _engine(self) -> EngineConfig:
         return EngineConfig(
             dtype=self.dtype,
+            quantization=self.quantization,
             threads=self.threads,
             cache=CacheConfig(
                 block_size=self.block_size,

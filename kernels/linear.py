@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from kvferry.kernels.packing import Quantization, fits
+from kvferry.kernels.quantized import can_quantize, quantized
 
 # oneDNN and torch's layer over it each keep what they compiled for a shape: 1024 shapes by default, together 0.6 MB a
 # shape, and every number of tokens is one. A step needs a few dozen. Read at the first call, so set before it.
@@ -33,6 +36,20 @@ def can_prepack() -> bool:
 def _apply_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     y: torch.Tensor = _ops._linear_pointwise(x, weight, bias, "none", [], "")
     return y
+
+
+class Linear(Protocol):
+    """`x @ weight.T + bias`, more or less exactly."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: `[rows, in]` of the weight's dtype; returns a new `[rows, out]`."""
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization = "none") -> Linear:
+    """weight: `[out, in]`; bias: `[out]`. Whatever cannot be quantised so stays as it is: a `PackedLinear`."""
+    if quantization != "none" and fits(quantization, *weight.shape) and can_quantize(quantization):
+        return quantized(quantization, weight, bias)
+    return PackedLinear(weight, bias)
 
 
 class PackedLinear:

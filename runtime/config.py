@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
+from kvferry.kernels.packing import Quantization
 from kvferry.runtime.errors import InvalidArgument
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -82,6 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype: DType = "auto"
     """`auto`: what the model's files say (bfloat16 for a GGUF file)."""
+    quantization: Quantization = "none"
+    """Of the weights, on a CPU: `int8` (inputs too, row by row) or `int4` (groups of 32). The embedding stays."""
     threads: int | None = None
     """CPU threads of one rank; `None`: the machine's cores, divided among the ranks that compute at the moment."""
     cache: CacheConfig = CacheConfig()
@@ -89,5 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transfer: TransferConfig = TransferConfig()
 
     def __post_init__(self) -> None:
+        if self.quantization not in get_args(Quantization):
+            raise InvalidArgument("quantization", self.quantization, "must be none, int8 or int4")
         if self.threads is not None:
             check_range("threads", self.threads, 1, 1024)

@@ -42,6 +42,7 @@ def engine_config(**options: Any) -> EngineConfig:
         **dict.fromkeys(CacheConfig.__struct_fields__, "cache"),
         **dict.fromkeys(SchedulerConfig.__struct_fields__, "scheduler"),
         "dtype": "",
+        "quantization": "",
         "threads": "",
     }
     for name, value in options.items():
@@ -94,7 +95,7 @@ class LLM:
     """A model in this process. One thread at a time.
 
     `model`: a Hugging Face folder, a `.gguf` file, a hub id, or `package:NAME`. Options: the fields of `CacheConfig`
-    and `SchedulerConfig`, `dtype` and `threads`. Raises `UnsupportedModel`, `CorruptModel`, `NotFound`,
+    and `SchedulerConfig`, `dtype`, `quantization` and `threads`. Raises `UnsupportedModel`, `CorruptModel`, `NotFound`,
     `InvalidArgument` before weights are read.
     """
 

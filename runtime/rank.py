@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from kvferry.kernels.quantized import can_quantize
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
@@ -16,7 +17,7 @@ from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
-from kvferry.runtime.model.fit import resolve_dtype, resolve_kv, resolve_max_context
+from kvferry.runtime.model.fit import check_quantization, resolve_dtype, resolve_kv, resolve_max_context
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
@@ -54,11 +55,19 @@ class Rank:
         self.spec = msgspec.structs.replace(spec, max_context=self.max_context)
         self.kv = resolve_kv(config, self.spec, tp_size)
         self.hash_root = hash_root(
-            {"model": model_identity(files), **self.spec.content_fields, **self.kv.content_fields}
+            {
+                "model": model_identity(files),
+                "quantization": config.quantization,
+                **self.spec.content_fields,
+                **self.kv.content_fields,
+            }
         )
         self.rank = rank
         self._config = config
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        check_quantization(config, self.spec, device.type)
+        if config.quantization != "none" and not can_quantize(config.quantization):
+            raise InvalidArgument("quantization", config.quantization, "this CPU, or this torch, lacks the operation")
         self._cores = None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -67,7 +76,8 @@ class Rank:
         self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
         weights = open_weights(files, self.spec, on_progress)
         try:
-            decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel, device)
+            dtype = getattr(torch, self.dtype)
+            decoder = build_model(self.spec, weights, dtype, rank, self._parallel, device, config.quantization)
         finally:
             weights.close()
         self.storage = RankStorage(self.kv, device)

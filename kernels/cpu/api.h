@@ -55,11 +55,28 @@ struct SiluMul {
   int64_t rows, width, grain, next;
 };
 
+struct QuantizeRows {
+  const void* x;        // [rows, width]
+  uint8_t* out;         // [rows, width]
+  float* scales;        // [rows]
+  int64_t rows, width, grain, next;
+};
+
+struct ScaleRows {
+  const float* y;       // [rows, width]
+  const float* scales;  // [rows]
+  const void* bias;     // [width] or null
+  void* out;            // [rows, width]
+  int64_t rows, width, grain, next;
+};
+
 // One entry per dtype: float32, bfloat16. Each is run by all threads at once and takes work by tickets.
 struct Kernels {
   int lanes;
   void (*add_norm[2])(void*);
   void (*silu_mul[2])(void*);
+  void (*quantize_rows[2])(void*);
+  void (*scale_rows[2])(void*);
   void (*rotate_and_write[2])(void*);
   void (*attend[2])(void*);
 };

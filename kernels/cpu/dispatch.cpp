@@ -83,6 +83,24 @@ EXPORT int kvferry_silu_mul(int dtype, const void* gate_up, void* out, int64_t r
   return 0;
 }
 
+EXPORT int kvferry_quantize_rows(int dtype, const void* x, uint8_t* out, float* scales, int64_t rows, int64_t width,
+                                 int threads) {
+  const Kernels* kernels = choose(width);
+  if (!kernels) return 1;
+  QuantizeRows job = {x, out, scales, rows, width, rows / (threads * 4) + 1, 0};
+  run(kernels->quantize_rows[dtype], &job, threads);
+  return 0;
+}
+
+EXPORT int kvferry_scale_rows(int dtype, const float* y, const float* scales, const void* bias, void* out, int64_t rows,
+                              int64_t width, int threads) {
+  const Kernels* kernels = choose(width);
+  if (!kernels) return 1;
+  ScaleRows job = {y, scales, bias, out, rows, width, rows / (threads * 4) + 1, 0};
+  run(kernels->scale_rows[dtype], &job, threads);
+  return 0;
+}
+
 EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, const void* q_norm,
                           const void* k_norm, float eps, float scale, float softcap, void* cache, void* out,
                           int threads) {

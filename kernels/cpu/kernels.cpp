@@ -1,5 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with KVFERRY_ISA as the name of the table.
 #include "attention.h"
+#include "quantize.h"
 #include "small.h"
 
 extern "C" {
@@ -8,6 +9,8 @@ const Kernels KVFERRY_ISA = {
     W,
     {add_norm<float>, add_norm<bf16>},
     {silu_mul<float>, silu_mul<bf16>},
+    {quantize_rows<float>, quantize_rows<bf16>},
+    {scale_rows<float>, scale_rows<bf16>},
     {rotate_and_write<float>, rotate_and_write<bf16>},
     {attend<float>, attend<bf16>},
 };

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
-from kvferry.kernels.linear import PackedLinear
+from kvferry.kernels.linear import Linear, PackedLinear, make_linear
+from kvferry.kernels.packing import Quantization
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, LayerNorm, Norm, RMSNorm
@@ -22,6 +24,8 @@ from kvferry.runtime.model.loader import Weights
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.rotation import Rotation, make_rotation, rotated_order
 from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Decoder:
     rotations: list[Rotation]
     layers: list[DecoderLayer]
     norm: Norm
-    head: PackedLinear
+    head: Linear
     parallel: TensorParallel
 
     def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
@@ -73,12 +77,18 @@ def build_model(
     rank: int,
     parallel: TensorParallel,
     device: torch.device | str = "cpu",
+    quantization: Quantization = "none",
 ) -> Decoder:
     """Reads this rank's part of the weights, tensor by tensor. Raises `InvalidArgument` if the model cannot be cut."""
     spec.check_tensor_parallel(parallel.size)
-    builder = _Builder(spec, weights, dtype, rank, parallel, device)
+    builder = _Builder(spec, weights, dtype, rank, parallel, device, quantization)
     embedding = builder.get("embedding.weight")
     layers = [builder.layer(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
+    head = builder.head(embedding)
+    if builder.num_unquantized:
+        _log.warning(
+            "linears_not_quantized", quantization=quantization, count=builder.num_unquantized, of=builder.num_linears
+        )
     return Decoder(
         spec=spec,
         dtype=dtype,
@@ -88,7 +98,7 @@ def build_model(
         rotations=[make_rotation(rope, dim, spec.max_context, embedding.device) for rope, dim in builder.ropes],
         layers=layers,
         norm=builder.norm("norm"),
-        head=builder.head(embedding),
+        head=head,
         parallel=parallel,
     )
 
@@ -104,9 +114,11 @@ class _Builder:
         rank: int,
         parallel: TensorParallel,
         device: torch.device | str,
+        quantization: Quantization,
     ) -> None:
         self._spec, self._weights, self._dtype, self._device = spec, weights, dtype, device
-        self._rank, self._parallel = rank, parallel
+        self._rank, self._parallel, self._quantization = rank, parallel, quantization
+        self.num_linears = self.num_unquantized = 0
         self._kv_heads = spec.kv_layout(1, spec.dtype, parallel.size).heads(rank)
         self.ropes: list[tuple[RopeSpec | None, int]] = []
         """Kinds of rope with their dimensions, in the order in which layers came to need them."""
@@ -119,6 +131,12 @@ class _Builder:
         share = count // self._parallel.size
         return self._rank * share, (self._rank + 1) * share
 
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        made = make_linear(weight, bias, self._quantization)
+        self.num_linears += 1
+        self.num_unquantized += self._quantization != "none" and isinstance(made, PackedLinear)
+        return made
+
     def norm(self, part: str, order: list[int] | None = None) -> Norm:
         """`order`: of the weights, if not the files'."""
         spec = self._spec.norm
@@ -128,12 +146,12 @@ class _Builder:
             return RMSNorm(weight, spec.eps)
         return LayerNorm(weight, self.get(f"{part}.bias"), spec.eps)
 
-    def head(self, embedding: torch.Tensor) -> PackedLinear:
+    def head(self, embedding: torch.Tensor) -> Linear:
         """As many rows on every rank: the last ones are filled up with zeros."""
         share = -(-self._spec.vocab_size // self._parallel.size)
         start, stop = (min(rank * share, self._spec.vocab_size) for rank in (self._rank, self._rank + 1))
         weight = embedding[start:stop] if self._spec.tied_embeddings else self.get("head.weight", 0, start, stop)
-        return PackedLinear(weight if len(weight) == share else F.pad(weight, (0, 0, 0, share - len(weight))))
+        return self.linear(weight if len(weight) == share else F.pad(weight, (0, 0, 0, share - len(weight))))
 
     def layer(self, part: str, layer: LayerSpec) -> DecoderLayer:
         return DecoderLayer(
@@ -186,7 +204,7 @@ class _Builder:
 
     def _columns(
         self, parts: Sequence[tuple[str, int, int]], bias: bool, orders: Sequence[list[int] | None] | None = None
-    ) -> PackedLinear:
+    ) -> Linear:
         """Output channels `[start, stop)` of several linears, as one; `orders`: within each head, if not the files'."""
         orders = orders or [None] * len(parts)
         tensors = [
@@ -198,12 +216,12 @@ class _Builder:
             )
             for kind in (("weight", "bias") if bias else ("weight",))
         ]
-        return PackedLinear(*tensors)
+        return self.linear(*tensors)
 
-    def _rows(self, part: str, start: int, stop: int, bias: bool) -> PackedLinear:
+    def _rows(self, part: str, start: int, stop: int, bias: bool) -> Linear:
         """Input channels `[start, stop)`: a partial sum; so only one rank may add the bias."""
         weight = self.get(f"{part}.weight", 1, start, stop)
-        return PackedLinear(weight, self.get(f"{part}.bias") if bias and self._rank == 0 else None)
+        return self.linear(weight, self.get(f"{part}.bias") if bias and self._rank == 0 else None)
 
 
 def _reordered(rows: torch.Tensor, order: list[int] | None) -> torch.Tensor:

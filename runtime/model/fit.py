@@ -14,11 +14,25 @@ from kvferry.runtime.model.spec import ModelSpec
 def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int) -> None:
     """Raises the `InvalidArgument` that a rank of a group of `tp_size` would raise."""
     spec.check_tensor_parallel(tp_size)
+    check_quantization(config, spec)
     resolve_kv(config, spec, tp_size)
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     return spec.dtype if config.dtype == "auto" else config.dtype
+
+
+def check_quantization(config: EngineConfig, spec: ModelSpec, device: str = "cpu") -> None:
+    """Raises `InvalidArgument` for what nothing can compute. `device`: torch's word for its kind."""
+    if config.quantization == "none":
+        return
+    if device != "cpu":
+        raise InvalidArgument("quantization", config.quantization, f"exists on CPUs, this is {device}", "use none")
+    dtype = resolve_dtype(config, spec)
+    if dtype == "float16":
+        raise InvalidArgument(
+            "quantization", config.quantization, "does not go with dtype float16", "use --dtype bfloat16 or float32"
+        )
 
 
 def resolve_max_context(config: EngineConfig, spec: ModelSpec) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from kvferry.kernels.activation import ACTIVATIONS, gated
 from kvferry.kernels.attention import Scoring, causal_attention, gather_kv, paged_attention, write_kv
-from kvferry.kernels.linear import PackedLinear
+from kvferry.kernels.linear import Linear
 from kvferry.kernels.norm import add_norm_, layer_norm, rms_norm
 from kvferry.kernels.rope import apply_rope_
 from kvferry.runtime.model.batch import Batch
@@ -51,9 +51,9 @@ Norm = RMSNorm | LayerNorm
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    qkv: PackedLinear
+    qkv: Linear
     """To `(H + 2N)·D`: query heads, key heads, value heads."""
-    output: PackedLinear
+    output: Linear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     num_heads: int
@@ -104,9 +104,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    up: PackedLinear
+    up: Linear
     """With a gate: both, the gate first."""
-    down: PackedLinear
+    down: Linear
     activation: Activation
     gated: bool
 

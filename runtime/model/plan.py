@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.kernels.packing import Quantization, packed_bytes
 from kvferry.runtime.config import check_range
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.layout import DTYPE_BYTES, KVLayout
@@ -21,9 +22,9 @@ from kvferry.runtime.model.parts import Shape, part_shapes
 from kvferry.runtime.model.spec import ModelSpec
 
 Device = Literal["gpu", "cpu"]
-_CUT_ROWS = ("attention.q", "mlp.gate", "mlp.up")
-_CUT_COLUMNS = ("attention.o", "mlp.down")
-_KV_ROWS = ("attention.k", "attention.v")
+_CUT_ROWS = ("q", "gate", "up", "head")
+_CUT_COLUMNS = ("o", "down")
+_KV_ROWS = ("k", "v")
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,12 +37,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes_per_s: float
     """Between two groups, all ranks together."""
     device: Device = "gpu"
+    quantization: Quantization = "none"
+    """Of the weights."""
     kv_memory_bytes: int | None = None
     """Of one rank; `None`: all that weights and activations leave."""
     max_batch_tokens: int = 256
     max_sequences: int = 64
 
     def __post_init__(self) -> None:
+        if self.quantization != "none" and self.device == "gpu":
+            raise InvalidArgument("quantization", self.quantization, "exists on CPUs", "add --device cpu")
         check_range("device_memory", self.device_memory_bytes, 1, 1 << 50)
         check_range("context", self.context, 1, 1 << 30)
         check_range("link", self.link_bytes_per_s, 1.0, 1e15)
@@ -56,6 +61,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     tp_size: int
     dtype: str
+    quantization: str
     kv_format: str
     block_size: int
     context: int
@@ -84,7 +90,7 @@ def plan_memory(spec: ModelSpec, layout: KVLayout, dtype: str, workload: Workloa
     if workload.context > spec.max_context:
         raise InvalidArgument("context", workload.context, f"the model was trained for {spec.max_context} tokens")
     total = workload.device_memory_bytes
-    weights = weight_bytes(spec, dtype, layout, workload.device)
+    weights = weight_bytes(spec, dtype, layout, workload.device, workload.quantization)
     activations = activation_bytes(spec, dtype, layout, workload)
     free = total - weights - activations
     wanted = free if workload.kv_memory_bytes is None else workload.kv_memory_bytes
@@ -102,6 +108,7 @@ def plan_memory(spec: ModelSpec, layout: KVLayout, dtype: str, workload: Workloa
     return MemoryPlan(
         tp_size=layout.tp_size,
         dtype=dtype,
+        quantization=workload.quantization,
         kv_format=layout.dtype,
         block_size=layout.block_size,
         context=workload.context,
@@ -122,33 +129,31 @@ def plan_memory(spec: ModelSpec, layout: KVLayout, dtype: str, workload: Workloa
 
 
 def rank_shapes(spec: ModelSpec, layout: KVLayout) -> Iterator[tuple[str, Shape]]:
-    """Each part as rank 0 holds it. The embedding and the norms are whole on every rank."""
+    """Each part as rank 0 holds it. Embeddings, norms and routers are whole on every rank."""
     tp_size = layout.tp_size
     for part, (rows, *rest) in part_shapes(spec).items():
-        stem = _stem(part)
-        if stem == "head":
+        name = part.split(".")[-2]  # of `layers.3.attention.q.weight`: q
+        if name in _CUT_ROWS:
             rows = -(-rows // tp_size)
-        elif stem in _CUT_ROWS:
-            rows //= tp_size
-        elif stem in _KV_ROWS:
+        elif name in _KV_ROWS:
             rows = rows * layout.rank_heads // layout.num_kv_heads
-        elif stem in _CUT_COLUMNS and rest:
+        elif name in _CUT_COLUMNS and rest:
             rest = [rest[0] // tp_size]
         yield part, (rows, *rest)
 
 
-def _stem(part: str) -> str:
-    """`layers.3.attention.q.weight` is `attention.q`."""
-    stem = part.rpartition(".")[0]
-    return stem.split(".", 2)[2] if stem.startswith("layers.") else stem
-
-
-def weight_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, device: Device) -> int:
-    """Of rank 0. On a CPU a tied head is a copy in bfloat16: oneDNN wants its weights in an order of its own."""
-    total = sum(math.prod(shape) for _, shape in rank_shapes(spec, layout))
-    if spec.tied_embeddings and device == "cpu" and dtype == "bfloat16":
-        total += -(-spec.vocab_size // layout.tp_size) * spec.hidden_size
-    return total * DTYPE_BYTES[dtype]
+def weight_bytes(
+    spec: ModelSpec, dtype: str, layout: KVLayout, device: Device, quantization: Quantization = "none"
+) -> int:
+    """Of rank 0. On a CPU a tied head is a copy, quantised or in the order that oneDNN wants bfloat16 to have."""
+    size, total = DTYPE_BYTES[dtype], 0
+    parts = [*rank_shapes(spec, layout)]
+    if spec.tied_embeddings and device == "cpu" and (dtype == "bfloat16" or quantization != "none"):
+        parts.append(("head.weight", (-(-spec.vocab_size // layout.tp_size), spec.hidden_size)))
+    for part, shape in parts:
+        linear = len(shape) == 2 and part not in ("embedding.weight", "positions.weight")
+        total += packed_bytes(quantization, shape[0], shape[1], size) if linear else math.prod(shape) * size
+    return total
 
 
 def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Workload) -> int:

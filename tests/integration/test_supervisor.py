@@ -213,7 +213,7 @@ async def test_a_group_that_does_not_come_up_does_not_end_what_has_served_withou
 
     rig.launcher.start = unlucky  # type: ignore[method-assign]
     async with asyncio.timeout(10):
-        while failures or len(rig.supervisor.live) < 2:  # noqa: ASYNC110
+        while failures or len(rig.supervisor.live) < 2:
             await asyncio.sleep(0.01)
             assert not rig.run.done()
     await rig.stop()

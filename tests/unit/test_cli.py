@@ -41,7 +41,7 @@ OPTIONS = {
         *("prefill", "decode", "mixed", "prefill-tp", "decode-tp", "mixed-tp", "host", "port", "token-file"),
         *("tls-cert", "tls-key", "tls-client-ca", "max-message", "ray-address", "dtype", "threads", "block-size"),
         *("kv-memory", "num-blocks", "prefix-caching", "max-batch-tokens", "max-sequences", "max-waiting"),
-        *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum"),
+        *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum", "quantization"),
         *("metrics-port", "log-json", "disaggregate", "priority-step-s", "max-bypass", "drain-s"),
         *("max-requests", "max-queue-s", "retry-budget", "max-unread", "slow-reader-s"),
     },
@@ -54,7 +54,7 @@ OPTIONS = {
     "role": DOOR,
     "restart": {"rolling"} | SERVER,
     "plan": {
-        *("device-memory", "device", "tp", "context", "link", "dtype", "block-size", "kv-memory"),
+        *("device-memory", "device", "tp", "context", "link", "dtype", "block-size", "kv-memory", "quantization"),
         *("max-batch-tokens", "max-sequences", "json"),
     },
     "sim": {"seed", "seeds", "minutes", "shrink", "trace"},
@@ -124,7 +124,7 @@ def test_every_field_can_be_set() -> None:
         *("--transport", "gloo", "--transfer-timeout-s", "17", "--blocks-per-message", "18", "--checksum"),
         *("--metrics-port", "19", "--log-json", "--disaggregate", "never", "--priority-step-s", "20"),
         *("--max-bypass", "21", "--max-requests", "22", "--max-queue-s", "23", "--retry-budget", "24"),
-        *("--max-unread", "25MiB", "--slow-reader-s", "26", "--drain-s", "27"),
+        *("--max-unread", "25MiB", "--slow-reader-s", "26", "--drain-s", "27", "--quantization", "int8"),
     )
     blocks = config_of("m", "--num-blocks", "5").engine.cache
     assert blocks.num_blocks == 5

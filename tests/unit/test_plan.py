@@ -85,6 +85,15 @@ def test_all_of_the_device_is_accounted_for(tmp_path: Path) -> None:
     assert capped.left_bytes > 30 * GIB
 
 
+def test_quantised_weights(tmp_path: Path) -> None:
+    """The embedding is quantised as well, or scales cost nothing."""
+    arguments = ("--device", "cpu", "--dtype", "bfloat16", "--device-memory", "200GiB")
+    rest = 128256 * 8192 + 161 * 8192
+    for quantization, per_weight in (("int8", 1.0), ("int4", 0.5 + 4 / 32)):
+        one = plan(tmp_path, LLAMA3_70B, *arguments, "--quantization", quantization)
+        assert one.weight_bytes == pytest.approx(2 * rest + (PARAMETERS_70B - rest) * per_weight, rel=0.003)
+
+
 def test_larger_steps_need_more_memory(tmp_path: Path) -> None:
     """An option that is read and ignored."""
     usual = plan(tmp_path, LLAMA_7B)
@@ -129,6 +138,8 @@ def test_torch_stays_out(tmp_path: Path) -> None:
         (["--link", "50Gb/s"], "link='50Gb/s'"),
         (["--link", "0GB/s"], "link=0.0"),
         (["--block-size", "0"], "block_size=0"),
+        (["--quantization", "int8"], "quantization='int8': exists on CPUs; add --device cpu"),
+        (["--quantization", "int8", "--device", "cpu"], "quantization='int8': does not go with dtype float16"),
         (["--max-batch-tokens", "0"], "max_batch_tokens=0"),
         (["--max-sequences", "0"], "max_sequences=0"),
     ],
