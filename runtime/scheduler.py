@@ -212,9 +212,10 @@ class Scheduler:
 
     def _cover(self, sequence: Sequence, count: int) -> int:
         """Sees to it that the tables cover the next `count` tokens; returns for how many there are blocks."""
-        end = sequence.num_computed + count
-        for keeper, table in zip(self._keepers, sequence.tables, strict=True):
-            end = min(end, keeper.extend(sequence, table, end))
+        end, size = sequence.num_computed + count, self._size
+        for place, table in enumerate(sequence.tables):
+            if len(table.block_ids) * size < end:
+                end = min(end, self._keepers[place].extend(sequence, table, end))
         return end - sequence.num_computed
 
     def _grow(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> int:
@@ -235,9 +236,11 @@ class Scheduler:
 
     def _add_row(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> None:
         start, end = sequence.num_computed, sequence.num_computed + count
-        tables = [table.block_ids[: -(-end // self._size)] for table in sequence.tables]
+        num_blocks = -(-end // self._size)
         sample = end == len(sequence.tokens)
-        row = Row(sequence.tokens[start:end], start, tables[0], sample, *tables[1:])
+        row = Row(sequence.tokens[start:end], start, sequence.tables[0].block_ids[:num_blocks], sample)
+        if len(sequence.tables) > 1:
+            row.window_block_ids = sequence.tables[1].block_ids[:num_blocks]
         batch.planned.append(PlannedRow(sequence, row))
         if sample:
             batch.samples.append(
@@ -289,7 +292,10 @@ class Scheduler:
 
     def _computed(self, sequence: Sequence) -> None:
         size, hashes = self._size, sequence.hashes
-        for i in range(len(hashes), sequence.num_computed // size):  # filled by decode
+        num_full = sequence.num_computed // size
+        if num_full == sequence.tables[0].num_sealed:
+            return
+        for i in range(len(hashes), num_full):  # filled by decode
             parent = hashes[i - 1] if i else None
             hashes.append(hash_block(sequence.root, parent, sequence.tokens[i * size : (i + 1) * size]))
         for keeper, table in zip(self._keepers, sequence.tables, strict=True):
