@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
     count = st.one_of(st.just(1), st.just(1), st.integers(2, 20), st.sampled_from([31, 33]))
     spans = draw(st.lists(st.tuples(start, count), min_size=1, max_size=4))
     scoring = Scoring(
-        scale=draw(st.sampled_from([0.125, 0.4])),
+        scale=draw(st.sampled_from([0.5, 1.5])) * layout.head_dim**-0.5,
         softcap=draw(st.sampled_from([None, 1.5])),
         window=draw(st.sampled_from([None, None, 1, 2, 17, 100, 127, 128, 129, 250, 1000])),
     )

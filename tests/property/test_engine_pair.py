@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.runtime.engine import RECLAIM_AFTER_NS
 from kvferry.runtime.errors import CapacityError
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.transfer.ticket import ExpectRequest, Received, Sent, TransferState
@@ -87,7 +88,9 @@ class Pair:
     def settle(self) -> None:
         for _ in range(400):
             if not (self.prefill.engine.has_work() or self.decode.engine.has_work() or self.prefill.runner.sends):
-                return
+                if not self.decode.engine.scheduler.waiting:
+                    return
+                self.decode.clock.now_ns += RECLAIM_AFTER_NS  # transfers hold what all lack: the last one lets go
             self.step(self.prefill)
             self.deliver("arrive")
             self.step(self.decode)

@@ -85,7 +85,10 @@ def test_a_running_engine_holds_what_was_planned(dtype: DType, quantization: Qua
     config = EngineConfig(dtype=dtype, quantization=quantization, cache=CacheConfig(kv_memory_bytes=64 << 20))
     rank = Rank(MODEL, config)
     decoder = rank._runner._model
-    measured_weights, measured_kv = held_bytes(decoder, {}), held_bytes(rank.storage.blocks, {})
+    measured_weights, measured_kv = (
+        held_bytes(decoder, {}),
+        held_bytes([group.blocks for group in rank.storage.groups], {}),
+    )
     spec = describe(MODEL)
     workload = Workload(
         device_memory_bytes=1 << 30,
@@ -98,5 +101,5 @@ def test_a_running_engine_holds_what_was_planned(dtype: DType, quantization: Qua
     plan = plan_memory(spec, spec.kv_layout(16, dtype, 1), dtype, workload)
     assert measured_kv == plan.kv_bytes
     assert measured_weights == pytest.approx(plan.weight_bytes, rel=0.02)
-    assert rank.num_blocks == plan.num_blocks
+    assert rank.kv.num_blocks == plan.num_blocks
     rank.close()
