@@ -26,6 +26,7 @@ from kvferry.runtime.config import (
     TransferConfig,
 )
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.eviction import EvictionName
 
 _ENGINE = EngineConfig()
 _SERVER = ServerOptions()
@@ -121,6 +122,9 @@ class Serve:
     """KV blocks of each worker, instead of --kv-memory."""
     prefix_caching: bool = _ENGINE.cache.prefix_caching
     """Keep KV blocks of past prompts and share them with later requests."""
+    eviction: EvictionName = _ENGINE.cache.eviction
+    """Which past blocks go first when room is needed: least recently used (lru), or those of them that nobody has come
+    back to yet (reuse)."""
 
     max_batch_tokens: int = _ENGINE.scheduler.max_batch_tokens
     """Tokens that one step of a group may compute. More is faster for long prompts and makes others wait longer."""
@@ -189,6 +193,7 @@ class Serve:
                 num_blocks=self.num_blocks,
                 kv_memory_bytes=parse_bytes("kv_memory", self.kv_memory or DEFAULT_KV_MEMORY),
                 prefix_caching=self.prefix_caching,
+                eviction=self.eviction,
             ),
             scheduler=SchedulerConfig(
                 max_batch_tokens=self.max_batch_tokens,

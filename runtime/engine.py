@@ -72,7 +72,7 @@ class Engine:
         self.address = address
         self.hash_root = hash_root
         self.max_context = min(max_context, num_blocks * layout.block_size)
-        self.pool = BlockPool(num_blocks, layout.block_size)
+        self.pool = BlockPool(num_blocks, layout.block_size, config.cache.eviction)
         self.scheduler = Scheduler(
             config.scheduler, self.pool, self._may_start, self._leave_transfer, self._waits_for, self._holds_blocks
         )
