@@ -194,7 +194,8 @@ class Scheduler:
         sequence.block_ids = [*hits, *pool.lease(num_fresh)]
         sequence.num_computed = len(hits) * size
         sequence.num_sealed = len(hits)
-        if sequence.num_cached is None:
+        # Less than at its first admission: what it found then was evicted meanwhile, and is computed now.
+        if sequence.num_cached is None or sequence.num_computed < sequence.num_cached:
             sequence.num_cached = sequence.num_computed
         for i in range(len(hits), len(sequence.hashes)):
             self._announce(sequence, i)

@@ -46,7 +46,7 @@ class Sequence:
         self.num_sealed = 0
         """Leading blocks of the table that are sealed."""
         self.num_cached: int | None = None
-        """Tokens that the first admission found in the cache."""
+        """Leading tokens that no admission had to compute."""
         self.num_passed = 0
         """How many were admitted past it while it lacked blocks."""
         self.preempted_ns: int | None = None

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvferry.cluster.coordinator import Coordinator
+from kvferry.cluster.ends import Ends
 from kvferry.cluster.engine_driver import EngineDriver
 from kvferry.cluster.prefix_index import PrefixIndex, _Entries
 from kvferry.cluster.sim.runner import simulate
@@ -119,19 +120,19 @@ def coordinator_skips_the_attempt_check(patch: Patch) -> None:
 
 def coordinator_counts_a_token_twice(patch: Patch) -> None:
     """Coordinator: after a loss the last token is resubmitted twice."""
-    real = Coordinator._lose
+    real = Ends.lose
 
     def lose(self: Any, record: Any, sequence: Any, *rest: Any, **more: Any) -> None:
         if sequence.leg is not None and sequence.tokens and not record.over:
             sequence.tokens.append(sequence.tokens[-1])
         real(self, record, sequence, *rest, **more)
 
-    patch(Coordinator, "_lose", lose)
+    patch(Ends, "lose", lose)
 
 
 def transfers_are_not_renewed(patch: Patch) -> None:
     """Transfers: a renewal is dropped; leases of what waits in a queue lapse."""
-    patch(Transfers, "renew", lambda self: None)
+    patch(Transfers, "renew", lambda self, now_ns: None)
 
 
 def index_ignores_gaps(patch: Patch) -> None:
