@@ -208,7 +208,7 @@ class Coordinator:
             transfer = self._transfers.reported(peer, report)
             if transfer is not None and record is not None and record.owns(report.transfer_id):
                 record.note_transfer(transfer, report)
-                if transfer.fetch_until_ns is not None:
+                if transfer.is_fetch:
                     self.num_fetched_blocks += report.num_blocks
         for event in frame.tokens:
             record = self._records.get(event.key.request_id)

@@ -318,7 +318,7 @@ class Record:
     def note_transfer(self, transfer: Transfer, event: TransferEvent) -> None:
         self._num_ferried_blocks += event.num_blocks
         self._ferried_bytes += event.num_bytes
-        if transfer.fetch_until_ns is None and self.timeline.decode_begin_ns is None:  # later ones are moves
+        if not transfer.is_fetch and self.timeline.decode_begin_ns is None:  # later ones are moves
             self.timeline.transfer_begin_ns = self.timeline.transfer_begin_ns or event.begin_ns
             self.timeline.transfer_end_ns = event.end_ns
 

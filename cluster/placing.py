@@ -9,7 +9,7 @@ from kvferry.cluster.admission import Admission, Place
 from kvferry.cluster.legs import Placement, Record, Sequence
 from kvferry.cluster.ports import Clock
 from kvferry.cluster.prefix_index import PrefixIndex
-from kvferry.cluster.registry import GroupState, Member, Registry
+from kvferry.cluster.registry import Member, Registry
 from kvferry.cluster.router import Demand, Fetch, Router, RoutingDecision
 from kvferry.cluster.transfers import Transfer, Transfers
 from kvferry.runtime.errors import GroupDied, GroupUnavailable, KvferryError, NoFreeBlocks
@@ -135,8 +135,8 @@ class Placer:
         hashes = self.hashes(record, record.shared_tokens(sequences))
         hits = self._index.longest_prefix(hashes, now_ns)
         avoid = set[Peer]().union(*(s.avoid for s in sequences))
-        live = {m.peer for m in self._registry.members() if m.state is GroupState.LIVE}
-        held = {peer: count for peer, count in self._index.longest_held(hashes).items() if peer in live}
+        routable = {m.peer for m in members}
+        held = {peer: count for peer, count in self._index.longest_held(hashes).items() if peer in routable}
         return self._router.route(demand, self._admission.open_to(demand, members, hits, new), hits, avoid, held)
 
     async def _send_off(

@@ -54,6 +54,10 @@ class Transfer:
         self.on_change: Callable[[], None] = _nothing
         """It has arrived, or is over."""
 
+    @property
+    def is_fetch(self) -> bool:
+        return self.fetch_until_ns is not None
+
 
 class Transfers:
     """The open transfers of one gateway."""
@@ -95,7 +99,7 @@ class Transfers:
                 token_ids=token_ids,
                 cache_salt=cache_salt,
                 timeout_s=self._timeout_s,
-                sealed_only=transfer.fetch_until_ns is not None,
+                sealed_only=transfer.is_fetch,
             ),
             self._expect_timeout_s,
         )
@@ -148,13 +152,14 @@ class Transfers:
         """
         by_peer: dict[Peer, list[TransferId]] = {}
         for transfer in list(self._open.values()):
-            fetching = transfer.fetch_until_ns is not None and not transfer.arrived
-            if fetching and transfer.fetch_until_ns is not None and transfer.fetch_until_ns <= now_ns:
-                self.end(transfer, "to compute it is faster now")
+            until_ns = transfer.fetch_until_ns
+            if until_ns is not None and until_ns <= now_ns and not transfer.arrived:
+                self.end(transfer, "computing it is faster now")
                 continue
-            if transfer.prefilling or fetching:
+            coming = bool(transfer.prefilling) or (transfer.is_fetch and not transfer.arrived)
+            if coming:
                 by_peer.setdefault(transfer.source, []).append(transfer.transfer_id)
-            if transfer.prefilling or fetching or transfer.arrived:
+            if coming or transfer.arrived:
                 by_peer.setdefault(transfer.destination, []).append(transfer.transfer_id)
         for peer, transfer_ids in by_peer.items():
             if member := self._registry.get(peer):

@@ -22,11 +22,11 @@ SHAPE = chat_trace.Shape(
     system_tokens=(200, 800),
     answer_tokens=25.0,
     document_tokens=400.0,
-    think_s=4.0,
+    think_s=2.0,
     think_spread=0.6,
-    per_s=2.0,
+    per_s=5.0,
 )
-NUM_BLOCKS = 1500
+NUM_BLOCKS = 900
 """Of each group; a block of the simulator holds 4 tokens."""
 Fetch = Literal["auto", "always", "never"]
 
@@ -89,8 +89,8 @@ def _run(conversations: list[chat_trace.Conversation], groups: list[tuple[str, A
         max_batch_tokens=512,
         max_sequences=64,
         max_waiting=64,
-        step_s=0.005,
-        token_s=0.0005,
+        step_s=0.01,
+        token_s=0.001,
     )
     report = simulate(
         Scenario(

@@ -1,0 +1,236 @@
+"""Prefixes that a peer holds: when they are fetched, what happens when they do not come, and what counts as cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.cluster.kv_events import KvEventLog
+from kvferry.cluster.messages import Load
+from kvferry.cluster.registry import Member
+from kvferry.cluster.router import Demand, Router, RouterConfig
+from kvferry.runtime.errors import NoFreeBlocks
+from kvferry.runtime.kv.hashing import hash_chain, salted_root, tenant_salt
+from kvferry.runtime.request import FinishReason
+from tests.support.cluster_world import event, turns
+
+pytestmark = pytest.mark.core
+SIZE = 4
+
+
+def member(toy: Any, name: str, role: str, **load: Any) -> Member:
+    made = Member(toy.ManualPort(name, 1, role, block_size=16, block_bytes=400_000), 0)
+    made.load = Load(**load)
+    return made
+
+
+# ---------------------------------------------------------------- what the router weighs
+def test_fetching_is_weighed_against_computing(toy: Any) -> None:
+    """A prefix is fetched over a link that is slower than the model, or computed beside a link that is not."""
+    p, d = member(toy, "p", "prefill"), member(toy, "d", "decode", num_running=8)
+    held = {d.peer: 60}
+    demand = Demand(2000, 1, 50)
+    fast, slow = Router(RouterConfig(prior_link_bytes_per_s=1e9)), Router(RouterConfig(prior_link_bytes_per_s=1e5))
+    decision = fast.route(demand, [p, d], held, held=held)
+    assert decision is not None
+    assert decision.prefill == p.peer
+    assert decision.fetch is not None
+    assert (decision.fetch.source, decision.fetch.num_blocks) == (d.peer, 60)
+    assert decision.num_prefill_tokens == 2000 - 60 * 16
+    assert decision.total_s < fast.route(demand, [p, d], held).total_s  # type: ignore[union-attr]
+    assert slow.route(demand, [p, d], held, held=held).fetch is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("fetch_prefix", "fetched"), [("never", False), ("always", True)])
+def test_fetching_can_be_forbidden_and_forced(toy: Any, fetch_prefix: Any, fetched: bool) -> None:
+    m, other = member(toy, "m", "mixed"), member(toy, "other", "mixed")
+    router = Router(RouterConfig(fetch_prefix=fetch_prefix, prior_link_bytes_per_s=1.0))
+    decision = router.route(Demand(100, 1, 50), [m], {}, held={other.peer: 4})
+    assert decision is not None
+    assert (decision.fetch is not None) == fetched
+
+
+def test_the_last_token_is_never_fetched(toy: Any) -> None:
+    """A prompt of whole blocks is fetched to the end and then computed again, or nothing is left to draw from."""
+    m, other = member(toy, "m", "mixed"), member(toy, "other", "mixed")
+    decision = Router(RouterConfig(fetch_prefix="always")).route(Demand(64, 1, 50), [m], {}, held={other.peer: 4})
+    assert decision is not None
+    assert decision.fetch is not None
+    assert (decision.fetch.num_blocks, decision.num_prefill_tokens) == (3, 16)
+    full = Router(RouterConfig()).route(Demand(64, 1, 50), [m], {m.peer: 4})
+    assert full is not None
+    assert full.num_prefill_tokens == 16
+
+
+def test_what_is_only_expected_is_not_fetched(toy: Any) -> None:
+    """The source waits for blocks that it may never compute, and the request waits for the source."""
+
+    async def main() -> None:
+        async with toy.World(router=RouterConfig(fetch_prefix="always", disaggregate="never")) as w:
+            a, b = w.up(toy.ManualPort("a", 1, "mixed")), w.up(toy.ManualPort("b", 2, "mixed"))
+            chain = hash_chain(salted_root(toy.ROOT, ""), toy.request().prompt_token_ids, SIZE)
+            w.index.expect(a.peer, chain, w.clock.now_ns(), w.clock.now_ns() + 10**12)
+            assert w.index.longest_prefix(chain, w.clock.now_ns()) == {a.peer: 2}
+            assert w.index.longest_held(chain) == {}
+            stream = w.coordinator.start(toy.request())
+            await turns()
+            assert not a.expects + b.expects
+            await stream.aclose()
+
+    toy.run(main())
+
+
+# ---------------------------------------------------------------- one fetch
+class Fetching:
+    """`d` holds the prompt's first two blocks, `p` prefills: it must ask `d` for them."""
+
+    def __init__(self, toy: Any, w: Any) -> None:
+        self.w = w
+        self.p, self.d = w.up(toy.ManualPort("p", 1, "prefill")), w.up(toy.ManualPort("d", 2, "decode"))
+        request = toy.request(prompt=14, max_tokens=4)
+        chain = hash_chain(salted_root(toy.ROOT, ""), request.prompt_token_ids, SIZE)
+        log = KvEventLog()
+        for block_hash in chain[:2]:
+            log.stored(block_hash)
+        w.index.apply(self.d.peer, 0, log.take())
+        self.stream = w.coordinator.start(request)
+
+
+def _world(toy: Any) -> Any:
+    return toy.World(router=RouterConfig(fetch_prefix="always", disaggregate="always"))
+
+
+def test_the_way_of_a_fetch(toy: Any) -> None:
+    """The leg is submitted before room was asked for, so it never waits; or the ferry takes the fetch's name."""
+
+    async def main() -> None:
+        async with _world(toy) as w:
+            case = Fetching(toy, w)
+            await turns()
+            p, d = case.p, case.d
+            (asked, _), (leg,) = p.expects[0], p.submitted
+            assert (asked.source.peer, asked.sealed_only, len(asked.token_ids)) == (d.peer, True, 2 * SIZE)
+            assert leg.transfer_id == asked.transfer_id
+            assert leg.sends_transfer_id is not None
+            assert leg.sends_transfer_id != leg.transfer_id
+            ticket = p.answer()
+            await turns()
+            assert d.tickets == [ticket]
+            assert d.expects[0][0].transfer_id == leg.sends_transfer_id
+            assert not d.expects[0][0].sealed_only
+            ferry = d.answer(num_missing=1)
+            await turns()
+            done = toy.TransferEvent(
+                transfer_id=ticket.transfer_id, attempt=ticket.attempt, state=toy.TransferState.COMPLETE, num_blocks=2
+            )
+            w.frame(p, transfers=[done])
+            assert w.coordinator.open_transfers() == {ticket.transfer_id, ferry.transfer_id}
+            w.frame(p, event(leg.key, 0, 7, FinishReason.HANDOFF, num_cached_tokens=8, begin_ns=1, end_ns=2))
+            assert w.coordinator.open_transfers() == {ferry.transfer_id}
+            (second,) = d.submitted
+            w.frame(d, event(second.key, 1, 8, num_cached_tokens=12, begin_ns=3))
+            for position in (2, 3):
+                reason = FinishReason.LENGTH if position == 3 else None
+                w.frame(d, event(second.key, position, 9, reason, num_cached_tokens=12))
+            assert [e.token_id async for e in case.stream] == [7, 8, 9, 9]
+            assert case.stream.usage.num_cached_tokens == 8, "fetched is cached, ferried is not"
+            assert (w.coordinator.num_fetched_blocks, w.coordinator.num_hit_tokens) == (2, 8)
+            assert w.coordinator.num_expected_hit_tokens == 8
+            await w.settled()
+
+    toy.run(main())
+
+
+@pytest.mark.parametrize("what", ["no room", "source dies", "takes too long", "source lacks them", "client leaves"])
+def test_a_fetch_that_fails_is_a_cache_miss(toy: Any, what: str) -> None:
+    """The request waits for what will not come, fails with it, or leaves a lease behind."""
+
+    async def main() -> None:
+        async with _world(toy) as w:
+            case = Fetching(toy, w)
+            await turns()
+            p, d = case.p, case.d
+            (leg,) = p.submitted
+            if what == "no room":
+                p.refuse(NoFreeBlocks("full"))
+            else:
+                ticket = p.answer()
+                await turns()
+                assert d.tickets == [ticket]
+            if what == "source dies":
+                w.coordinator.on_group_down(d.peer, "killed")
+            elif what == "source lacks them":
+                failed = toy.TransferEvent(
+                    transfer_id=ticket.transfer_id,
+                    attempt=ticket.attempt,
+                    state=toy.TransferState.FAILED,
+                    reason="gone",
+                )
+                w.frame(d, transfers=[failed])
+            elif what == "takes too long":
+                for _ in range(60):
+                    await w.clock.sleep(0.5)
+                    w.frame(p), w.frame(d)
+            elif what == "client leaves":
+                await case.stream.aclose()
+            await turns()
+            assert leg.transfer_id in p.ended, "its lease is left to lapse"
+            assert leg.transfer_id not in w.coordinator.open_transfers()
+            if what != "client leaves":
+                assert not p.cancelled, "the leg goes on and computes"
+                w.frame(p, event(leg.key, 0, 0, FinishReason.STOP, begin_ns=1, end_ns=2))
+                assert [e.token_id async for e in case.stream] == [0]
+                assert case.stream.usage.num_cached_tokens == 0
+            await w.settled()
+
+    toy.run(main())
+
+
+# ---------------------------------------------------------------- conversations
+@pytest.mark.parametrize("disaggregate", ["auto", "always", "never"])
+def test_the_next_turn_finds_prompt_and_answer(toy: Any, disaggregate: Any) -> None:
+    """Blocks that decode filled are not found by the next turn, wherever it goes."""
+
+    async def main() -> None:
+        config = RouterConfig(fetch_prefix="always", disaggregate=disaggregate)
+        async with toy.World(router=config) as w:
+            for name in ("p", "q"):
+                w.add(name, "prefill")
+            for name in ("d", "e"):
+                w.add(name, "decode")
+            seed = toy.seed_where(lambda outs: len(outs[0]) == 20, max_tokens=20, prompt=21)
+            first = toy.request(prompt=21, max_tokens=20, seed=seed)
+            (answer,) = await toy.collect(w.coordinator.start(first), 1)
+            await w.clock.sleep(0.5)
+            prompt = [*first.prompt_token_ids, *answer, 7, 8, 9]
+            second = msgspec.structs.replace(first, request_id="next", prompt_token_ids=prompt)
+            stream = w.coordinator.start(second)
+            assert await toy.collect(stream, 1) == toy.expected(second)
+            assert stream.usage.num_cached_tokens == (21 + 20 - 1) // SIZE * SIZE
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_tenants_share_nothing(toy: Any) -> None:
+    """A tenant learns from `cached_tokens`, or from a quick first token, what another one has asked."""
+
+    async def main() -> None:
+        async with toy.World(router=RouterConfig(fetch_prefix="always")) as w:
+            w.add("p", "prefill"), w.add("d", "decode")
+            found = {}
+            for number, (tenant, salt) in enumerate(
+                [("ann", ""), ("bob", ""), ("ann", "x"), ("bob", "x"), ("ann", "")]
+            ):
+                request = toy.request(f"r{number}", prompt=40, cache_salt=tenant_salt(tenant, salt))
+                stream = w.coordinator.start(request)
+                assert await toy.collect(stream, 1) == toy.expected(request)
+                found[number] = stream.usage.num_cached_tokens
+                await w.clock.sleep(0.2)
+            assert [found[i] for i in range(4)] == [0, 0, 0, 0]
+            assert found[4] == 39
+            await w.settled()
+
+    toy.run(main())
