@@ -55,7 +55,7 @@ def read_tokens(path: Path, isolate: bool) -> Tokens:
     `isolate`: tenants must have names.
     """
     lines = [line.strip() for line in _read("token_file", path).decode("utf-8", "replace").splitlines()]
-    if not isolate and not any(lines[1:]):
+    if not isolate and sum(map(bool, lines)) < 2:
         return Tokens({read_token(path): ""})
     tenants: dict[str, str] = {}
     for number, line in enumerate(lines, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from kvferry.runtime.errors import NoFreeBlocks
 from kvferry.runtime.kv.hashing import hash_chain, salted_root, tenant_salt
 from kvferry.runtime.request import FinishReason
 from tests.support.cluster_world import event, turns
+from tests.support.toy_engine import ToyEngine, toy_output, toy_request
 
 pytestmark = pytest.mark.core
 SIZE = 4
@@ -234,3 +236,68 @@ def test_tenants_share_nothing(toy: Any) -> None:
             await w.settled()
 
     toy.run(main())
+
+
+# ---------------------------------------------------------------- what counts as cached
+@pytest.mark.parametrize(("found_again", "cached"), [(4, 4), (14, 8)])
+def test_what_a_resumed_request_computed_is_not_cached(toy: Any, found_again: int, cached: int) -> None:
+    """The first leg's count stands although the next one had to compute more, or the next one finds its own work."""
+
+    async def main() -> None:
+        async with toy.World(router=RouterConfig(disaggregate="never")) as w:
+            ports = {p.peer: p for p in (w.up(toy.ManualPort("a", 1, "mixed")), w.up(toy.ManualPort("b", 2, "mixed")))}
+            stream = w.coordinator.start(toy.request(prompt=14, n=2, max_tokens=3))
+            await turns()
+            first = next(p for p in ports.values() if p.submitted)
+            one, two = (s.key for s in first.submitted)
+            w.frame(first, event(one, 0, 7, num_cached_tokens=8), event(two, 0, 8, num_cached_tokens=12))
+            w.coordinator.on_group_down(first.peer, "killed")
+            await turns()
+            second = next(p for p in ports.values() if p is not first)
+            for leg in second.submitted:
+                w.frame(second, event(leg.key, 1, 9, num_cached_tokens=found_again))
+                w.frame(second, event(leg.key, 2, 9, FinishReason.LENGTH, num_cached_tokens=found_again))
+            async for _ in stream:
+                pass
+            assert stream.usage.num_cached_tokens == cached
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_what_a_moved_request_computed_is_not_cached(toy: Any) -> None:
+    """The leg at the destination finds all of the prompt, which the source has computed for the same request."""
+
+    async def main() -> None:
+        async with toy.World(router=RouterConfig(disaggregate="never")) as w:
+            groups = [w.add("d", "mixed"), w.add("e", "mixed")]
+            seed = toy.seed_where(lambda outs: len(outs[0]) == 24, prompt=30, max_tokens=24)
+            request = toy.request(prompt=30, max_tokens=24, seed=seed)
+            stream = w.coordinator.start(request)
+            collected = asyncio.ensure_future(toy.collect(stream, 1))
+            await w.clock.sleep(0.2)
+            source = next(group for group in groups if group.running)
+            done = await w.coordinator.empty(source.peer, 5.0)
+            assert done.num_moved == 1
+            assert await collected == toy.expected(request)
+            assert stream.usage.num_cached_tokens == 0
+            await w.settled()
+
+    toy.run(main())
+
+
+def test_what_preemption_lost_is_not_cached() -> None:
+    """A prefix that was found, evicted while the sequence waited again, and then computed still counts as cached."""
+    toy = ToyEngine(num_blocks=8, block_size=4)
+    prefix = list(range(1, 13))
+    toy.submit(toy_request("warm", [*prefix, 40], 1))
+    toy.run()
+    toy.submit(toy_request("late", [*prefix, 41], 12, arrival_ns=2))
+    toy.step()
+    sequence = toy.engine.scheduler.running[0]
+    assert sequence.num_cached == 12
+    toy.engine.scheduler._preempt(sequence, 0)
+    toy.submit(toy_request("big", list(range(20, 50)), 1, arrival_ns=1))
+    toy.run()
+    assert toy.tokens[sequence.key] == toy_output([*prefix, 41], 12)
+    assert sequence.num_cached == 0

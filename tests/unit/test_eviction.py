@@ -122,3 +122,14 @@ def test_policies_on_a_trace(bench: Any) -> None:
     assert rate["ample", "reuse"] == rate["ample", "lru"] == best
     assert all(value <= best for value in rate.values())
     assert rate["tight", "lru"] < 0.9 * best, "the tight pool is not tight"
+
+
+def test_the_router_knows_what_groups_will_find(bench: Any) -> None:
+    """Expectations that count blocks which are not there, or not those that are fetched."""
+    rows = {row["fetch"]: row for row in bench.measure_routing(3, 24)}
+    for row in rows.values():
+        assert 0.95 < row["found_of_expected"] <= 1.0
+        assert row["hit_rate"] <= row["expected_rate"]
+        assert row["of_best"] <= 1.0
+    assert rows["auto"]["hit_rate"] >= rows["never"]["hit_rate"]
+    assert rows["never"]["fetched_blocks"] == 0
