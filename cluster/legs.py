@@ -191,7 +191,7 @@ class Record:
         num_prompt = len(self.request.prompt_token_ids)
         return Usage(
             num_prompt_tokens=num_prompt,
-            num_cached_tokens=self._num_cached if self._num_cached is not None else 0,
+            num_cached_tokens=self._num_cached or 0,
             num_output_tokens=sum(len(s.tokens) for s in self.sequences),
             num_ferried_blocks=self._num_ferried_blocks,
             ferried_bytes=self._ferried_bytes,

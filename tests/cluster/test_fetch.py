@@ -13,10 +13,12 @@ from kvferry.cluster.messages import Load
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router import Demand, Router, RouterConfig
 from kvferry.runtime.errors import NoFreeBlocks
+from kvferry.runtime.ids import TransferId
 from kvferry.runtime.kv.hashing import hash_chain, salted_root, tenant_salt
 from kvferry.runtime.request import FinishReason
+from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket, TransferState
 from tests.support.cluster_world import event, turns
-from tests.support.toy_engine import ToyEngine, toy_output, toy_request
+from tests.support.toy_engine import ToyEngine, toy_address, toy_output, toy_request
 
 pytestmark = pytest.mark.core
 SIZE = 4
@@ -236,6 +238,44 @@ def test_tenants_share_nothing(toy: Any) -> None:
             await w.settled()
 
     toy.run(main())
+
+
+# ---------------------------------------------------------------- the engines' part
+def _expect(destination: ToyEngine, prompt: list[int], sealed_only: bool) -> Ticket:
+    wanted = ExpectRequest(
+        transfer_id=TransferId("t"),
+        attempt=1,
+        source=toy_address("source"),
+        token_ids=prompt,
+        cache_salt="",
+        timeout_s=9.0,
+        sealed_only=sealed_only,
+    )
+    return destination.engine.expect(wanted, destination.clock())
+
+
+def test_a_source_without_the_blocks_says_so_at_once() -> None:
+    """What was evicted since it was routed is waited for until the lease lapses, as if somebody computed it."""
+    source, destination = ToyEngine(name="source"), ToyEngine(name="destination")
+    source.engine.send(_expect(destination, list(range(1, 13)), sealed_only=True), source.clock())
+    (report,) = source.step().transfers
+    assert report.state is TransferState.FAILED
+    assert source.engine.audit().outbound == []
+
+
+@pytest.mark.parametrize("sealed_only", [True, False])
+def test_who_prefills_waits_for_a_fetch_of_another(sealed_only: bool) -> None:
+    """Two turns with one prefix: the second computes what is on its way. For a ferry's blocks it must not wait."""
+    engine, prompt = ToyEngine(name="destination"), list(range(1, 13))
+    _expect(engine, prompt, sealed_only)
+    engine.submit(toy_request("r", [*prompt, 40], 1, sends_transfer_id=TransferId("other")))
+    for _ in range(3):
+        engine.step()
+    assert bool(engine.tokens) != sealed_only
+    engine.engine.end_transfer(TransferId("t"), 1, "given up")
+    engine.run()
+    assert list(engine.tokens.values()) == [toy_output([*prompt, 40], 1)]
+    assert engine.engine.audit().num_leased_blocks == 0
 
 
 # ---------------------------------------------------------------- what counts as cached
