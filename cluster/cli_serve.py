@@ -27,6 +27,7 @@ from kvferry.runtime.config import (
     TransferConfig,
 )
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.eviction import EvictionName
 
 _ENGINE = EngineConfig()
 _SERVER = ServerOptions()
@@ -71,13 +72,19 @@ class Serve:
 
     disaggregate: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are read by prefill groups: where that is faster (auto), whenever possible, or never."""
+    fetch_prefix: Literal["auto", "always", "never"] = "auto"
+    """Whether a group gets the cached beginning of a prompt from one that has it: where that is faster than to compute
+    it (auto), whenever possible, or never."""
 
     host: str = DEFAULT_HOST
     """Address to listen on. 0.0.0.0 lets other machines in: use --token-file and TLS then."""
     port: int = DEFAULT_PORT
     """Port to listen on; 0 picks a free one."""
     token_file: TokenFile = _SERVER.token_file
-    """File whose first line is a secret that clients must send. Without it, anyone who reaches the port may call."""
+    """File whose first line is a secret that clients must send, or whose lines are TENANT SECRET. Without it, anyone
+    who reaches the port may call."""
+    isolate_tenants: bool = _SERVER.isolate_tenants
+    """Let tenants of --token-file share no cached prompts, so that none can learn what another one has asked."""
     tls_cert: PemFile = _SERVER.tls_cert
     """The server's certificate chain. Without it, connections are not encrypted."""
     tls_key: PemFile = _SERVER.tls_key
@@ -124,6 +131,9 @@ class Serve:
     """KV blocks of each worker, instead of --kv-memory."""
     prefix_caching: bool = _ENGINE.cache.prefix_caching
     """Keep KV blocks of past prompts and share them with later requests."""
+    eviction: EvictionName = _ENGINE.cache.eviction
+    """Which past blocks go first when room is needed: least recently used (lru), or those of them that nobody has come
+    back to yet (reuse)."""
 
     max_batch_tokens: int = _ENGINE.scheduler.max_batch_tokens
     """Tokens that one step of a group may compute. More is faster for long prompts and makes others wait longer."""
@@ -160,6 +170,7 @@ class Serve:
             decode_tp=self.decode_tp,
             mixed_tp=self.mixed_tp,
             disaggregate=self.disaggregate,
+            fetch_prefix=self.fetch_prefix,
             host=self.host,
             port=self.port,
             drain_s=self.drain_s,
@@ -175,6 +186,7 @@ class Serve:
             ),
             server=ServerOptions(
                 token_file=self.token_file,
+                isolate_tenants=self.isolate_tenants,
                 tls_cert=self.tls_cert,
                 tls_key=self.tls_key,
                 tls_client_ca=self.tls_client_ca,
@@ -193,6 +205,7 @@ class Serve:
                 num_blocks=self.num_blocks,
                 kv_memory_bytes=parse_bytes("kv_memory", self.kv_memory or DEFAULT_KV_MEMORY),
                 prefix_caching=self.prefix_caching,
+                eviction=self.eviction,
             ),
             scheduler=SchedulerConfig(
                 max_batch_tokens=self.max_batch_tokens,

@@ -22,7 +22,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How the gRPC server guards its door. Files are read when the server is made."""
 
     token_file: Path | None = None
-    """Its first line is the bearer token that every call must carry; `None`: no token."""
+    """Its first line is the bearer token that every call must carry, or each line is TENANT TOKEN; `None`: no token."""
+    isolate_tenants: bool = False
+    """Tenants share no KV blocks: their names are part of the blocks'."""
     tls_cert: Path | None = None
     """PEM certificate chain; `None`: no TLS."""
     tls_key: Path | None = None
@@ -39,6 +41,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if (self.tls_cert is None) != (self.tls_key is None):
             field = "tls_key" if self.tls_key is None else "tls_cert"
             raise InvalidArgument(field, None, "tls_cert and tls_key go together", "give both or none")
+        if self.isolate_tenants and self.token_file is None:
+            raise InvalidArgument(
+                "isolate_tenants", True, "needs to know the tenants", "give --token-file with lines TENANT TOKEN"
+            )
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("tls_client_ca", str(self.tls_client_ca), "needs tls_cert and tls_key too")
 
@@ -100,6 +106,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mixed_tp: int = 1
     disaggregate: Literal["auto", "always", "never"] = "auto"
     """`auto`: where the router expects it to cost fewer seconds."""
+    fetch_prefix: Literal["auto", "always", "never"] = "auto"
+    """From a group that holds more of it than the chosen one. `auto`: where the router expects it to cost fewer seconds
+    than computing it."""
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     """0: one that is free."""

@@ -13,7 +13,7 @@ def check_invariants(records: Collection[Record], open_transfers: set[TransferId
     """Raises `AssertionError`."""
     placements = [p for record in records for p in record.placements]
     assert len(placements) == num_bookings, "bookings differ from placements"
-    needed = {p.transfer.transfer_id for p in placements if p.transfer is not None and p.transfer.open}
+    needed = {transfer.transfer_id for p in placements for transfer in p.transfers if transfer.open}
     assert needed == open_transfers, "open transfers differ from those that placements need"
     for record in records:
         for s, leg in record.legs():

@@ -99,7 +99,7 @@ class Gateway:
         self.registry = Registry(RegistryConfig())
         self.coordinator = Coordinator(
             self.registry,
-            Router(RouterConfig(disaggregate=config.disaggregate)),
+            Router(RouterConfig(disaggregate=config.disaggregate, fetch_prefix=config.fetch_prefix)),
             self._index,
             self._clock,
             CoordinatorConfig(

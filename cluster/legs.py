@@ -39,7 +39,14 @@ def request_of(transfer_id: TransferId) -> RequestId:
 class Placement:
     """One routing decision at work. `active`: indexes of the sequences that follow it."""
 
-    def __init__(self, prefill: Peer | None, decode: Peer, booking: Booking, active: set[int]) -> None:
+    def __init__(
+        self,
+        prefill: Peer | None,
+        decode: Peer,
+        booking: Booking,
+        active: set[int],
+        num_expected_hits: int | None = None,
+    ) -> None:
         self.prefill = prefill
         self.first = prefill or decode
         """Where the prompt is computed."""
@@ -50,6 +57,14 @@ class Placement:
         self.booking = booking
         self.active = active
         self.transfer: Transfer | None = None
+        self.fetch: Transfer | None = None
+        """Brings a prefix to `first`."""
+        self.num_expected_hits = num_expected_hits
+        """Leading tokens that `first` was expected to find in its cache, with what is fetched; `None`: it has told."""
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [transfer for transfer in (self.transfer, self.fetch) if transfer is not None]
 
 
 class Leg:
@@ -176,7 +191,7 @@ class Record:
         num_prompt = len(self.request.prompt_token_ids)
         return Usage(
             num_prompt_tokens=num_prompt,
-            num_cached_tokens=min(self._num_cached or 0, num_prompt),
+            num_cached_tokens=self._num_cached or 0,
             num_output_tokens=sum(len(s.tokens) for s in self.sequences),
             num_ferried_blocks=self._num_ferried_blocks,
             ferried_bytes=self._ferried_bytes,
@@ -198,8 +213,8 @@ class Record:
         sequence: Sequence,
         peer: Peer,
         placement: Placement,
-        handoff: bool,
-        transfer_id: TransferId | None,
+        brings: TransferId | None,
+        sends: TransferId | None,
         now_ns: int,
     ) -> SequenceRequest:
         """The sequence runs on `peer` from now on; returns what the group must be told."""
@@ -207,14 +222,15 @@ class Record:
         assert not sequence.ended
         sequence.track.until(now_ns, Phase.ADMISSION)
         sequence.leg = self.new_leg(peer, placement)
-        return self.work(sequence, sequence.leg, handoff, transfer_id, now_ns)
+        return self.work(sequence, sequence.leg, brings, sends, now_ns)
 
     def work(
-        self, sequence: Sequence, leg: Leg, handoff: bool, transfer_id: TransferId | None, now_ns: int
+        self, sequence: Sequence, leg: Leg, brings: TransferId | None, sends: TransferId | None, now_ns: int
     ) -> SequenceRequest:
         """What the leg's group must be told.
 
-        `transfer_id`: the transfer that brings its blocks, or with `handoff` the one that carries them away.
+        `brings`: the transfer that brings it blocks. `sends`: the one that carries away what it computes until its
+        first token; then another group goes on.
         """
         request = self.request
         return SequenceRequest(
@@ -227,9 +243,9 @@ class Record:
             priority=request.priority,
             arrival_ns=request.arrival_ns,
             deadline_ns=request.deadline_ns,
-            handoff_after=len(sequence.tokens) + 1 if handoff else None,
-            transfer_id=None if handoff else transfer_id,
-            sends_transfer_id=transfer_id if handoff else None,
+            handoff_after=len(sequence.tokens) + 1 if sends is not None else None,
+            transfer_id=brings,
+            sends_transfer_id=sends,
             sent_ns=now_ns,
         )
 
@@ -238,8 +254,6 @@ class Record:
         leg.reported = True
         sequence.news.set()
         sequence.avoid.clear()
-        if sequence.index == 0 and self._num_cached is None:
-            self._num_cached = event.num_cached_tokens
         times, track, group = self.timeline, sequence.track, leg.peer.group
         begin_ns = min(event.begin_ns or now_ns, now_ns)  # the group's clock may be ahead of ours
         end_ns = min(event.end_ns or now_ns, now_ns)
@@ -253,6 +267,8 @@ class Record:
             again = num_known - event.num_cached_tokens > MAX_TAIL_TOKENS
             track.until(end_ns, Phase.PREFILL if again else Phase.DECODE, group)
             return
+        if leg.placement.fetch is not None and leg.placement.fetch.end_ns is not None:
+            track.until(min(leg.placement.fetch.end_ns, begin_ns), Phase.TRANSFER, group)
         track.until(begin_ns, Phase.PREFILL_QUEUE, group)
         track.until(end_ns - event.stalled_ns, Phase.PREFILL, group)
         track.until(end_ns, Phase.PREEMPTED, group)
@@ -261,6 +277,11 @@ class Record:
         times.prefill_end_ns = times.prefill_end_ns or event.end_ns
         if leg.placement.prefill is None:
             times.decode_begin_ns = times.decode_begin_ns or event.end_ns
+
+    def note_cached(self, event: TokenEvent) -> None:
+        """A leg has drawn a token. What any leg had to compute does not count as cached."""
+        known = len(self.request.prompt_token_ids) if self._num_cached is None else self._num_cached
+        self._num_cached = min(known, event.num_cached_tokens)
 
     def note_left(self, sequence: Sequence, leg: Leg, now_ns: int) -> None:
         """A sequence leaves its leg: at its end, or because the leg is lost."""
@@ -294,10 +315,10 @@ class Record:
             facts["causes"] = ",".join(dict.fromkeys(setback.cause for setback in self.timeline.setbacks))
         return facts
 
-    def note_transfer(self, event: TransferEvent) -> None:
+    def note_transfer(self, transfer: Transfer, event: TransferEvent) -> None:
         self._num_ferried_blocks += event.num_blocks
         self._ferried_bytes += event.num_bytes
-        if self.timeline.decode_begin_ns is None:  # later ones are moves
+        if not transfer.is_fetch and self.timeline.decode_begin_ns is None:  # later ones are moves
             self.timeline.transfer_begin_ns = self.timeline.transfer_begin_ns or event.begin_ns
             self.timeline.transfer_end_ns = event.end_ns
 
@@ -306,8 +327,8 @@ def leave(record: Record, sequence: Sequence, placement: Placement, transfers: T
     """The sequence does not follow the placement any more; the last one gives back what it holds."""
     placement.active.discard(sequence.index)
     placement.booking.sequence_left()
-    if placement.transfer is not None:
-        transfers.settle(placement.transfer, sequence.index, adopted=False)
+    for transfer in placement.transfers:
+        transfers.settle(transfer, sequence.index, adopted=False)
     if not placement.active:
         placement.booking.release()
         record.placements.remove(placement)

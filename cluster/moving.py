@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 import structlog
 
-from kvferry.cluster.legs import Move, Placement, Record, Sequence, leave
+from kvferry.cluster.ends import Ends
+from kvferry.cluster.legs import Move, Placement, Record, Sequence
 from kvferry.cluster.placing import Placer
 from kvferry.cluster.ports import Clock
 from kvferry.cluster.prefix_index import PrefixIndex
@@ -61,7 +62,7 @@ def agrees(sequence: Sequence, event: TokenEvent) -> bool:
 
 
 class Mover:
-    """Part of the coordinator: shares its records. `place_anew` takes a sequence from its leg to anywhere else."""
+    """Part of the coordinator: shares its records."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Mover:
         transfers: Transfers,
         placer: Placer,
         clock: Clock,
-        place_anew: Callable[[Record, Sequence], None],
+        ends: Ends,
         *,
         pause_s: float,
         timeout_s: float,
@@ -84,7 +85,7 @@ class Mover:
         self._transfers = transfers
         self._placer = placer
         self._clock = clock
-        self._place_anew = place_anew
+        self._ends = ends
         self._pause_s = pause_s
         self._timeout_s = timeout_s
         """Of each of a move's two waits: for its blocks, and for the second leg's first event."""
@@ -142,13 +143,13 @@ class Mover:
         num_computing = max(0, (member.load.num_running if member else 0) - len(begun))
         for i, (record, sequence) in enumerate(others):
             if i >= num_computing or _waits_for_blocks(sequence, peer):
-                self._place_anew(record, sequence)
+                self._ends.place_anew(record, sequence)
                 done.num_rerouted += 1
 
     def _cut_off(self, peer: Peer, done: Emptied) -> None:
         self._check_others(peer)
         for record, sequence in self._on(peer):
-            self._place_anew(record, sequence)
+            self._ends.place_anew(record, sequence)
             done.num_resumed += 1
         for transfer in self._transfers.involving(peer):
             self._transfers.end(transfer, f"{peer} leaves")
@@ -205,7 +206,7 @@ class Mover:
             _log.info("move_failed", request_id=record.request.request_id, to=str(decision.decode), reason=str(error))
         finally:
             if sequence.move is move:
-                self.drop(record, sequence)
+                self._ends.drop_move(record, sequence)
         if not move.taken_over:
             avoid.add(decision.decode)
         return move.taken_over
@@ -216,7 +217,7 @@ class Mover:
         assert transfer is not None
         move.leg = record.new_leg(peer, move.placement)
         move.leg.behind = True
-        member.port.submit([record.work(sequence, move.leg, False, transfer.transfer_id, self._clock.now_ns())])
+        member.port.submit([record.work(sequence, move.leg, transfer.transfer_id, None, self._clock.now_ns())])
 
     async def _until(self, sequence: Sequence, holds: Callable[[], bool]) -> None:
         """For callers with a deadline."""
@@ -224,18 +225,11 @@ class Mover:
             sequence.news.clear()
             await sequence.news.wait()
 
-    def drop(self, record: Record, sequence: Sequence) -> None:
-        """The sequence stays where it is, if it still is there. Idempotent."""
-        move, sequence.move = sequence.move, None
-        if move is None:
-            return
-        if move.leg is not None and (member := self._registry.get(move.leg.peer)):
-            member.port.cancel([record.key(sequence, move.leg)])
-        leave(record, sequence, move.placement, self._transfers)
-        sequence.news.set()
-
 
 def _waits_for_blocks(sequence: Sequence, peer: Peer) -> bool:
-    """Its prompt was computed elsewhere, and is on its way."""
-    transfer = sequence.leg.placement.transfer if sequence.leg is not None else None
-    return transfer is not None and transfer.destination == peer
+    """Its prompt was computed elsewhere, and is on its way, or what it begins with is."""
+    if sequence.leg is None:
+        return False
+    transfer, fetch = sequence.leg.placement.transfer, sequence.leg.placement.fetch
+    fetching = fetch is not None and fetch.open and not fetch.arrived and fetch.destination == peer
+    return fetching or (transfer is not None and transfer.destination == peer)

@@ -159,8 +159,11 @@ class RemoteGroup:
             self._end(f"it has taken no message while {MAX_QUEUED_FRAMES} waited")
 
     # ------------------------------------------------------------ calls
-    async def expect(self, request: ExpectRequest, timeout_s: float) -> Ticket:
-        reply = await self._ask(lambda call_id: m.Expect(call_id=call_id, request=request), m.Reply, timeout_s)
+    def expect(self, request: ExpectRequest, timeout_s: float) -> Awaitable[Ticket]:
+        return self._ticket(self._ask(lambda call_id: m.Expect(call_id=call_id, request=request), m.Reply, timeout_s))
+
+    async def _ticket(self, answer: Awaitable[m.Reply]) -> Ticket:
+        reply = await answer
         if reply.ticket is None:
             raise error_of(reply.error_label or "", reply.error_message)
         return reply.ticket
@@ -171,14 +174,21 @@ class RemoteGroup:
     async def snapshot(self, timeout_s: float) -> m.KvSnapshot:
         return await self._ask(lambda call_id: m.Query(call_id=call_id, what="snapshot"), m.KvSnapshot, timeout_s)
 
-    async def _ask(self, make: Callable[[int], m.ToGroup], kind: type[_Answer], timeout_s: float) -> _Answer:
-        if self._closed:
-            raise GroupUnavailable(f"{self.peer} is gone")
+    def _ask(self, make: Callable[[int], m.ToGroup], kind: type[_Answer], timeout_s: float) -> Awaitable[_Answer]:
+        """Sends the question now; await the answer."""
         call_id, self._next_call = self._next_call, self._next_call + 1
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
-        try:
+        if self._closed:
+            answer.set_exception(GroupUnavailable(f"{self.peer} is gone"))
+        else:
+            self._calls[call_id] = answer
             self._put(make(call_id))
+        return self._answer(call_id, answer, kind, timeout_s)
+
+    async def _answer(
+        self, call_id: int, answer: asyncio.Future[Any], kind: type[_Answer], timeout_s: float
+    ) -> _Answer:
+        try:
             async with asyncio.timeout(timeout_s):
                 frame = await answer
         except TimeoutError:
@@ -222,7 +232,7 @@ class RemoteGroup:
                 self._last_frame = self._clock()
                 self._on_frame(self, frame)
             elif isinstance(frame, m.Reply | m.Audit | m.KvSnapshot):
-                waiting = self._calls.get(frame.call_id)
+                waiting = self._calls.pop(frame.call_id, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(frame)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from kvferry.cluster.admission import Admission, Place
 from kvferry.cluster.legs import Placement, Record, Sequence
 from kvferry.cluster.ports import Clock
 from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import Member, Registry
-from kvferry.cluster.router import Demand, Router, RoutingDecision
+from kvferry.cluster.router import Demand, Fetch, Router, RoutingDecision
 from kvferry.cluster.transfers import Transfer, Transfers
 from kvferry.runtime.errors import GroupDied, GroupUnavailable, KvferryError, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, Peer
 from kvferry.runtime.kv.hashing import hash_chain, salted_root
 from kvferry.runtime.request import Request, rank_ns
+from kvferry.runtime.transfer.ticket import Ticket
 
 EXPECTED_BLOCKS_GRACE_S = 2.0
 """How much longer than estimated a routed request's blocks count as about to appear."""
@@ -130,11 +132,12 @@ class Placer:
     ) -> RoutingDecision | None:
         """`None`: there is no room."""
         demand = record.demand(sequences)
-        hits = self._index.longest_prefix(
-            self.hashes(record, record.shared_tokens(sequences)), now_ns, self._registry.num_window
-        )
+        hashes, num_window = self.hashes(record, record.shared_tokens(sequences)), self._registry.num_window
+        hits = self._index.longest_prefix(hashes, now_ns, num_window)
         avoid = set[Peer]().union(*(s.avoid for s in sequences))
-        return self._router.route(demand, self._admission.open_to(demand, members, hits, new), hits, avoid)
+        routable = {m.peer for m in members}
+        held = {peer: count for peer, count in self._index.longest_held(hashes, num_window).items() if peer in routable}
+        return self._router.route(demand, self._admission.open_to(demand, members, hits, new), hits, avoid, held)
 
     async def _send_off(
         self,
@@ -144,8 +147,9 @@ class Placer:
         place: Place | None,
         now_ns: int,
     ) -> None:
+        num_hits = len(record.shared_tokens(sequences)) - decision.num_prefill_tokens
         placement = Placement(
-            decision.prefill, decision.decode, self._router.book(decision), {s.index for s in sequences}
+            decision.prefill, decision.decode, self._router.book(decision), {s.index for s in sequences}, num_hits
         )
         record.placements.append(placement)
         record.timeline.routed_ns = record.timeline.routed_ns or now_ns
@@ -156,9 +160,47 @@ class Placer:
         until_s = 2 * (decision.queue_s + decision.prefill_s) + EXPECTED_BLOCKS_GRACE_S
         for peer in {where, decision.decode}:  # a transfer's blocks are shared at its destination as well
             self._index.expect(peer, self.hashes(record, tokens), now_ns, now_ns + int(until_s * 1e9))
+        ticket = self._fetch(record, placement, decision.fetch, tokens, now_ns) if decision.fetch is not None else None
         self.submit(record, sequences, where, placement, handoff=decision.prefill is not None)
-        if decision.prefill is not None:
-            await self._ferry(record, placement, tokens)
+        async with asyncio.TaskGroup() as tasks:
+            if ticket is not None:
+                name = f"request {record.request.request_id} fetch"
+                tasks.create_task(self._pass_on(placement, ticket), name=name)
+            if decision.prefill is not None:
+                await self._ferry(record, placement, tokens)
+
+    def _fetch(
+        self, record: Record, placement: Placement, fetch: Fetch, tokens: list[int], now_ns: int
+    ) -> Awaitable[Ticket] | None:
+        """Asks the placement's first group for room for a prefix; what is submitted next waits for it there.
+
+        Whatever goes wrong from now on, the group computes what it lacks.
+        """
+        transfer = Transfer(
+            record.next_transfer_id(),
+            record.num_transfers,
+            fetch.source,
+            placement.first,
+            set(placement.active),
+            prefilling=False,
+            fetch_until_ns=now_ns + int(fetch.patience_s * 1e9),
+        )
+        record.num_transfers += 1
+        placement.fetch = transfer
+        self._transfers.begin(transfer)
+        prefix = tokens[: fetch.num_blocks * self._registry.block_size]
+        try:
+            return self._transfers.ask(transfer, prefix, record.request.cache_salt)
+        except GroupUnavailable as error:
+            self._transfers.end(transfer, str(error))
+            return None
+
+    async def _pass_on(self, placement: Placement, ticket: Awaitable[Ticket]) -> None:
+        assert placement.fetch is not None
+        try:
+            await self._transfers.pass_on(placement.fetch, ticket)
+        except KvferryError as error:
+            self._transfers.end(placement.fetch, str(error))
 
     async def _place_decode(self, record: Record, placement: Placement) -> None:
         """Another decode group for a prefill that runs. Without any, the hand-over leads back to being homeless."""
@@ -219,12 +261,12 @@ class Placer:
     ) -> None:
         member = self._registry.get(peer)
         assert member is not None, f"{peer} was routed to but is not registered"
-        transfer = placement.transfer
-        transfer_id = transfer.transfer_id if transfer is not None and transfer.open else None
-        if handoff:
-            transfer_id = record.next_transfer_id()  # begun right after; the group learns of it with the ticket
+        brings = next((t.transfer_id for t in placement.transfers if t.open and t.destination == peer), None)
+        sends = (
+            record.next_transfer_id() if handoff else None
+        )  # begun right after; the group learns of it with the ticket
         now_ns = self._clock.now_ns()
-        member.port.submit([record.begin_leg(s, peer, placement, handoff, transfer_id, now_ns) for s in sequences])
+        member.port.submit([record.begin_leg(s, peer, placement, brings, sends, now_ns) for s in sequences])
 
     def hashes(self, record: Record, tokens: list[int]) -> list[BlockHash]:
         """Of the tokens' full blocks."""

@@ -5,6 +5,7 @@ The gateway fills them with gRPC streams and the real clock; the simulator with 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Protocol
 
 from kvferry.cluster.messages import Audit, GroupInfo, KvSnapshot
@@ -32,8 +33,11 @@ class GroupPort(Protocol):
 
     def cancel(self, keys: list[SequenceKey]) -> None: ...
 
-    async def expect(self, request: ExpectRequest, timeout_s: float) -> Ticket:
-        """Raises `NoFreeBlocks`, `IncompatiblePeer`, `GroupUnavailable` (died, or silent for `timeout_s`)."""
+    def expect(self, request: ExpectRequest, timeout_s: float) -> Awaitable[Ticket]:
+        """The message leaves at once, before whatever is sent after this call.
+
+        The answer raises `NoFreeBlocks`, `IncompatiblePeer`, `GroupUnavailable` (died, or silent for `timeout_s`).
+        """
 
     def send_ticket(self, ticket: Ticket) -> None: ...
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.cluster.kv_events import digest_bytes, xor
 from kvferry.cluster.messages import KvEvents
@@ -120,23 +120,11 @@ class PrefixIndex:
         `num_window`: only the last so many of them need to be there.
         """
         self._expire(now_ns)
-        found: dict[Peer, int] = {}
-        if num_window is not None:
-            runs: dict[Peer, int] = {}
-            for i, block_hash in enumerate(hashes):
-                holders = self._holders.get(block_hash, set()) | self._expected.get(block_hash, {}).keys()
-                runs = {peer: runs.get(peer, 0) + 1 for peer in holders}
-                found |= {peer: i + 1 for peer, run in runs.items() if run >= min(i + 1, num_window)}
-            return found
-        walking: set[Peer] | None = None
-        for i, block_hash in enumerate(hashes):
-            holders = self._holders.get(block_hash, set()) | self._expected.get(block_hash, {}).keys()
-            walking = holders if walking is None else walking & holders
-            if not walking:
-                break
-            for peer in walking:
-                found[peer] = i + 1
-        return found
+        return _walk(hashes, lambda h: self._holders.get(h, set()) | self._expected.get(h, {}).keys(), num_window)
+
+    def longest_held(self, hashes: Sequence[BlockHash], num_window: int | None = None) -> dict[Peer, int]:
+        """The same without those that are about to appear: what each group could send now."""
+        return _walk(hashes, lambda h: self._holders.get(h, set()), num_window)
 
     def hashes(self, peer: Peer) -> set[BlockHash]:
         """What the group is thought to hold."""
@@ -214,3 +202,24 @@ class PrefixIndex:
             assert not (entries.trusted and entries.pending), f"{peer}: trusted with frames pending"
         assert holders == self._holders, "holders differ from the groups' entries"
         assert expected == {h: set(peers) for h, peers in self._expected.items()}, "expected blocks differ"
+
+
+def _walk(
+    hashes: Sequence[BlockHash], holders_of: Callable[[BlockHash], set[Peer]], num_window: int | None
+) -> dict[Peer, int]:
+    found: dict[Peer, int] = {}
+    if num_window is not None:
+        runs: dict[Peer, int] = {}
+        for i, block_hash in enumerate(hashes):
+            runs = {peer: runs.get(peer, 0) + 1 for peer in holders_of(block_hash)}
+            found |= {peer: i + 1 for peer, run in runs.items() if run >= min(i + 1, num_window)}
+        return found
+    walking: set[Peer] | None = None
+    for i, block_hash in enumerate(hashes):
+        holders = holders_of(block_hash)
+        walking = holders if walking is None else walking & holders
+        if not walking:
+            break
+        for peer in walking:
+            found[peer] = i + 1
+    return found

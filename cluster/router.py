@@ -1,9 +1,10 @@
 """Chooses groups for a request by cost in seconds, from measured rates.
 
-    cost = queue + prefill + stall + transfer + decode
+    cost = queue + fetch + prefill + stall + transfer + decode
 
     queue      tokens waiting before it / prefill rate
-    prefill    tokens of the prompt that the group lacks / prefill rate
+    fetch      bytes of a prefix that a peer holds / link rate + a message's latency, less the queue: both go on at once
+    prefill    tokens of the prompt that the group lacks (after the fetch) / prefill rate
     stall      prefill seconds x (1 + sequences that decode on the same group now): each of them waits meanwhile, and so
                does whoever comes next, so computing anew what another group holds has its price. A `decode` group
                is kept free for decodes about to arrive and counts at least one. This is what makes prefilling
@@ -12,18 +13,20 @@
     decode     expected output tokens x (step time at the batch joined + what that adds to each other's steps)
 
 Seconds of others' waiting weigh as much as the request's own. Options compared: everything on one group; prefill on one
-group and ship to another. Load is booked when it is decided; of a booking and a group's report of it the larger counts.
+group and ship to another; each with what the first group lacks of the prefix computed, or fetched from the peer that
+holds most of it. Load is booked when it is decided; of a booking and a group's report of it the larger counts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
-from kvferry.cluster.messages import Load
+from kvferry.cluster.messages import GroupInfo, Load
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router_load import Booking, GroupRates, LoadBook
 from kvferry.runtime.config import check_range
@@ -31,6 +34,9 @@ from kvferry.runtime.ids import Peer
 
 TRANSFER_LATENCY_S = 0.003
 """Expect, ticket and the last message's way: about three small messages and a step border."""
+FETCH_PATIENCE = 4.0
+"""A fetch is given up when it takes so many times longer than computing its blocks would have taken."""
+MIN_FETCH_PATIENCE_S = 1.0
 COST_GRAIN_S = 1e-4
 """Costs closer than this are ties; ties go to who was chosen least recently."""
 
@@ -40,6 +46,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     disaggregate: Literal["auto", "always", "never"] = "auto"
     """`auto`: where it costs fewer seconds. `always`: whenever there are blocks to ship and groups of both roles."""
+    fetch_prefix: Literal["auto", "always", "never"] = "auto"
+    """From a peer that holds more of it. `auto`: where it costs fewer seconds than computing it."""
     prior_prefill_tokens_per_s: float = 500.0
     prior_decode_step_s: float = 0.03
     prior_link_bytes_per_s: float = 500e6
@@ -63,6 +71,17 @@ class Demand(msgspec.Struct, frozen=True):
         return self.num_sequences if self.max_new_tokens > 1 else 0
 
 
+class Fetch(msgspec.Struct, frozen=True):
+    """Blocks that the first group gets from a peer before it computes the rest."""
+
+    source: Peer
+    num_blocks: int
+    """Leading ones that the first group has afterwards."""
+    seconds: float
+    patience_s: float
+    """After so long it is given up, and they are computed."""
+
+
 class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """Where to, why, and the parts of the cost in seconds."""
 
@@ -71,6 +90,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     decode: Peer
     hits: dict[Peer, int]
     """Leading blocks that each group was thought to hold."""
+    fetch: Fetch | None
     num_prefill_tokens: int
     """To be computed by whoever prefills."""
     num_decoding: int
@@ -78,6 +98,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     """That these are expected to take there."""
     queue_s: float
+    fetch_s: float
     prefill_s: float
     stall_s: float
     transfer_s: float
@@ -86,7 +107,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        return self.queue_s + self.prefill_s + self.stall_s + self.transfer_s + self.decode_s
+        return self.queue_s + self.fetch_s + self.prefill_s + self.stall_s + self.transfer_s + self.decode_s
 
 
 class Router:
@@ -103,22 +124,27 @@ class Router:
 
     # ------------------------------------------------------------ choosing
     def route(
-        self, demand: Demand, members: Sequence[Member], hits: Mapping[Peer, int], avoid: Iterable[Peer] = ()
+        self,
+        demand: Demand,
+        members: Sequence[Member],
+        hits: Mapping[Peer, int],
+        avoid: Iterable[Peer] = (),
+        held: Mapping[Peer, int] = MappingProxyType({}),
     ) -> RoutingDecision | None:
         """The cheapest option among the routable members; `None` if there is none.
 
-        Members in `avoid` are chosen only if there is nobody else.
+        Members in `avoid` are chosen only if there is nobody else. `held`: leading blocks that groups can send now.
         """
         live = _preferred(members, avoid)
         if demand.max_new_tokens <= 1:
-            return self._cheapest([self._whole(demand, m, hits, "one token: no decode phase") for m in live])
+            return self._cheapest(self._wholes(demand, live, hits, held, "one token: no decode phase"))
         decoders = [m for m in live if m.role != "prefill"]
         prefillers = [m for m in live if m.role != "decode"]
         if not decoders:
-            return self._cheapest([self._whole(demand, m, hits, "no decode group lives") for m in live])
+            return self._cheapest(self._wholes(demand, live, hits, held, "no decode group lives"))
         why = "cheapest on one group" if prefillers else "no prefill group lives"
-        whole = [self._whole(demand, m, hits, why) for m in decoders]
-        ship = self._shipped(demand, prefillers, decoders, hits)
+        whole = self._wholes(demand, decoders, hits, held, why)
+        ship = self._shipped(demand, prefillers, decoders, hits, held)
         if self._config.disaggregate == "never" or not ship:
             return self._cheapest(whole)
         return self._cheapest(ship if self._config.disaggregate == "always" else whole + ship)
@@ -193,16 +219,34 @@ class Router:
         return max(num_blocks, -(-held * info.num_blocks // beside.num_blocks))
 
     # ------------------------------------------------------------ costs
-    def _whole(self, demand: Demand, member: Member, hits: Mapping[Peer, int], reason: str) -> RoutingDecision:
-        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, member, hits)
+    def _wholes(
+        self,
+        demand: Demand,
+        members: list[Member],
+        hits: Mapping[Peer, int],
+        held: Mapping[Peer, int],
+        reason: str,
+    ) -> list[RoutingDecision]:
+        return [
+            self._whole(demand, m, hits, fetch, reason)
+            for m in members
+            for fetch in self._fetches(demand, m, hits, held)
+        ]
+
+    def _whole(
+        self, demand: Demand, member: Member, hits: Mapping[Peer, int], fetch: Fetch | None, reason: str
+    ) -> RoutingDecision:
+        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, member, hits, fetch)
         return RoutingDecision(
             prefill=None,
             decode=member.peer,
             hits=dict(hits),
+            fetch=fetch,
             num_prefill_tokens=num_tokens,
             num_decoding=demand.num_decoding,
             num_blocks=self.num_blocks(demand, member, hits),
             queue_s=queue_s,
+            fetch_s=_beyond(queue_s, fetch),
             prefill_s=prefill_s,
             stall_s=stall_s,
             transfer_s=0.0,
@@ -211,22 +255,27 @@ class Router:
         )
 
     def _pair(
-        self, demand: Demand, prefill: Member, decode: Member, hits: Mapping[Peer, int], reason: str
+        self,
+        demand: Demand,
+        prefill: Member,
+        decode: Member,
+        hits: Mapping[Peer, int],
+        reason: str,
+        fetch: Fetch | None = None,
     ) -> RoutingDecision:
-        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, prefill, hits)
-        info = decode.info
-        missing = max(0, demand.num_tokens // info.block_size - hits.get(decode.peer, 0))
-        num_bytes = (missing if info.max_held is None else min(missing, info.max_held)) * info.block_bytes
-        if info.beside is not None:
-            num_bytes += min(missing, info.beside.max_held) * info.beside.block_bytes
+        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, prefill, hits, fetch)
+        missing = demand.num_tokens // decode.info.block_size - hits.get(decode.peer, 0)
+        num_bytes = _ferried_bytes(decode.info, max(0, missing))
         return RoutingDecision(
             prefill=prefill.peer,
             decode=decode.peer,
             hits=dict(hits),
+            fetch=fetch,
             num_prefill_tokens=num_tokens,
             num_decoding=demand.num_decoding,
             num_blocks=self.num_blocks(demand, decode, hits),
             queue_s=queue_s,
+            fetch_s=_beyond(queue_s, fetch),
             prefill_s=prefill_s,
             stall_s=stall_s,
             transfer_s=TRANSFER_LATENCY_S + num_bytes / self.rates.link_bytes_per_s(decode.peer),
@@ -235,20 +284,47 @@ class Router:
         )
 
     def _shipped(
-        self, demand: Demand, prefillers: list[Member], decoders: list[Member], hits: Mapping[Peer, int]
+        self,
+        demand: Demand,
+        prefillers: list[Member],
+        decoders: list[Member],
+        hits: Mapping[Peer, int],
+        held: Mapping[Peer, int],
     ) -> list[RoutingDecision]:
         """Pairs for which there is something to ship."""
         return [
-            self._pair(demand, p, d, hits, "cheaper to prefill apart")
+            self._pair(demand, p, d, hits, "cheaper to prefill apart", fetch)
             for p in prefillers
+            for fetch in self._fetches(demand, p, hits, held)
             for d in decoders
             if p.peer != d.peer and hits.get(d.peer, 0) < demand.num_tokens // d.info.block_size
         ]
 
-    def _prefill(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> tuple[float, float, float, int]:
+    def _fetches(
+        self, demand: Demand, first: Member, hits: Mapping[Peer, int], held: Mapping[Peer, int]
+    ) -> list[Fetch | None]:
+        """The ways for `first` to come by the prefix that it lacks; `None`: it computes it."""
+        size, usable = first.info.block_size, _usable(demand, first)
+        others = [peer for peer in held if peer != first.peer]
+        if self._config.fetch_prefix == "never" or not others:
+            return [None]
+        source = max(others, key=lambda peer: (held[peer], str(peer)))
+        num_blocks = min(held[source], usable)
+        num_fetched = num_blocks - min(hits.get(first.peer, 0), usable)
+        if num_fetched <= 0:
+            return [None]
+        seconds = TRANSFER_LATENCY_S + _ferried_bytes(first.info, num_fetched) / self.rates.link_bytes_per_s(first.peer)
+        compute_s = num_fetched * size / self.rates.prefill_tokens_per_s(first.peer)
+        fetch = Fetch(source, num_blocks, seconds, max(MIN_FETCH_PATIENCE_S, FETCH_PATIENCE * compute_s))
+        return [fetch] if self._config.fetch_prefix == "always" else [None, fetch]
+
+    def _prefill(
+        self, demand: Demand, member: Member, hits: Mapping[Peer, int], fetch: Fetch | None
+    ) -> tuple[float, float, float, int]:
         """Seconds of queue, prefill and stall; tokens to compute (at least the last one)."""
         rate = self.rates.prefill_tokens_per_s(member.peer)
-        num_tokens = max(1, demand.num_tokens - hits.get(member.peer, 0) * member.info.block_size)
+        num_hits = fetch.num_blocks if fetch is not None else hits.get(member.peer, 0)
+        num_tokens = demand.num_tokens - min(num_hits, _usable(demand, member)) * member.info.block_size
         waiting = max(member.load.waiting_tokens, self.load.booked(member.peer).num_tokens)
         # Who is still to come from a prefill elsewhere does not wait for this one.
         decoding = self._num_decoding(member) if member.role == "prefill" else member.load.num_running
@@ -276,6 +352,24 @@ class Router:
             )
 
         return min(options, key=key, default=None)
+
+
+def _ferried_bytes(info: GroupInfo, num_blocks: int) -> int:
+    """Of so many leading blocks that a group lacks: of windows only the last ones travel."""
+    num_bytes = (num_blocks if info.max_held is None else min(num_blocks, info.max_held)) * info.block_bytes
+    if info.beside is not None:
+        num_bytes += min(num_blocks, info.beside.max_held) * info.beside.block_bytes
+    return num_bytes
+
+
+def _usable(demand: Demand, member: Member) -> int:
+    """Blocks of a prefix that a group need not compute: the last token is always computed, for its logits."""
+    return max(0, demand.num_tokens - 1) // member.info.block_size
+
+
+def _beyond(queue_s: float, fetch: Fetch | None) -> float:
+    """Seconds that a fetch goes on after the queue is over."""
+    return 0.0 if fetch is None else max(0.0, fetch.seconds - queue_s)
 
 
 def _preferred(members: Sequence[Member], avoid: Iterable[Peer]) -> list[Member]:

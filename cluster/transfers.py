@@ -1,5 +1,8 @@
 """Transfers as the coordinator sees them: asked for, ticket passed on, kept alive, ended on both sides.
 
+Two kinds: a ferry carries away what its source computes; a fetch brings a prefix that its source holds already to where
+a prompt is about to be computed, and is given up when computing it would have been faster.
+
 A transfer is open from `begin` until every sequence that may use its blocks has either been admitted at the
 destination (its decode leg's first event: the engine has taken over the lease) or will never come.
 """
@@ -8,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from kvferry.cluster.registry import Registry
 from kvferry.runtime.errors import GroupUnavailable
 from kvferry.runtime.ids import Peer, TransferId
-from kvferry.runtime.transfer.ticket import ExpectRequest, TransferEvent, TransferState
+from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket, TransferEvent, TransferState
 
 MAX_REMEMBERED = 1024
 
@@ -29,6 +32,7 @@ class Transfer:
         destination: Peer,
         waiting: set[int],
         prefilling: bool = True,
+        fetch_until_ns: int | None = None,
     ) -> None:
         self.transfer_id = transfer_id
         self.attempt = attempt
@@ -37,6 +41,10 @@ class Transfer:
         self.waiting = waiting
         self.prefilling = set(waiting if prefilling else ())
         """Those of them whose prompt the source may still compute."""
+        self.fetch_until_ns = fetch_until_ns
+        """Of a fetch: from then on it is not worth waiting for."""
+        self.end_ns: int | None = None
+        """When the destination had all of it, by its clock."""
         self.arrived = False
         """The destination has said that it is over, one way or another."""
         self.complete = False
@@ -45,6 +53,10 @@ class Transfer:
         self.open = True
         self.on_change: Callable[[], None] = _nothing
         """It has arrived, or is over."""
+
+    @property
+    def is_fetch(self) -> bool:
+        return self.fetch_until_ns is not None
 
 
 class Transfers:
@@ -69,10 +81,17 @@ class Transfers:
         Raises `GroupUnavailable` or `GroupDied` when the destination is of no use, another `KvferryError` when it
         only has no room. The caller ends the transfer then.
         """
+        await self.pass_on(transfer, self.ask(transfer, token_ids, cache_salt))
+
+    def ask(self, transfer: Transfer, token_ids: list[int], cache_salt: str) -> Awaitable[Ticket]:
+        """Asks the destination for room; what is sent there after this call arrives after it.
+
+        Raises `GroupUnavailable`.
+        """
         source, destination = self._registry.get(transfer.source), self._registry.get(transfer.destination)
         if source is None or destination is None:
             raise GroupUnavailable(f"transfer {transfer.transfer_id}: one of its groups is gone")
-        ticket = await destination.port.expect(
+        return destination.port.expect(
             ExpectRequest(
                 transfer_id=transfer.transfer_id,
                 attempt=transfer.attempt,
@@ -80,13 +99,19 @@ class Transfers:
                 token_ids=token_ids,
                 cache_salt=cache_salt,
                 timeout_s=self._timeout_s,
+                sealed_only=transfer.is_fetch,
             ),
             self._expect_timeout_s,
         )
+
+    async def pass_on(self, transfer: Transfer, answer: Awaitable[Ticket]) -> None:
+        """Tells the source what the destination has made room for. Raises what `ask` was answered with."""
+        ticket = await answer
+        source = self._registry.get(transfer.source)
         if not ticket.missing:
             transfer.arrived = transfer.complete = True
             transfer.on_change()
-        elif transfer.open and self._registry.get(transfer.source) is source:
+        elif transfer.open and source is not None:  # its death ends the transfer
             source.port.send_ticket(ticket)
 
     def settle(self, transfer: Transfer, index: int, adopted: bool) -> None:
@@ -119,41 +144,47 @@ class Transfers:
         self.closed.set()
         transfer.on_change()
 
-    def renew(self) -> None:
+    def renew(self, now_ns: int) -> None:
         """Prolongs the leases of open transfers: at the source while it computes, at the destination then and later.
 
-        Not while blocks are on their way though nobody computes any more: what is lost there must not be waited for.
+        Not while blocks are on their way though nobody computes any more: what is lost there must not be waited for. A
+        fetch has its own end.
         """
         by_peer: dict[Peer, list[TransferId]] = {}
-        for transfer in self._open.values():
-            if transfer.prefilling:
+        for transfer in list(self._open.values()):
+            until_ns = transfer.fetch_until_ns
+            if until_ns is not None and until_ns <= now_ns and not transfer.arrived:
+                self.end(transfer, "computing it is faster now")
+                continue
+            coming = bool(transfer.prefilling) or (transfer.is_fetch and not transfer.arrived)
+            if coming:
                 by_peer.setdefault(transfer.source, []).append(transfer.transfer_id)
-            if transfer.prefilling or transfer.arrived:
+            if coming or transfer.arrived:
                 by_peer.setdefault(transfer.destination, []).append(transfer.transfer_id)
         for peer, transfer_ids in by_peer.items():
             if member := self._registry.get(peer):
                 member.port.renew(transfer_ids, self._timeout_s)
 
-    def reported(self, peer: Peer, event: TransferEvent) -> bool:
-        """A group's report. True: it is news of a transfer of ours that is over.
+    def reported(self, peer: Peer, event: TransferEvent) -> Transfer | None:
+        """A group's report. Returns the transfer of ours that is over, if it is news.
 
         A source reports only that it cannot send what is missing: the destination must not wait for it.
         """
         transfer = self._open.get(event.transfer_id)
         if transfer is None and (late := self._ended.get(event.transfer_id)) is not None:
             if (late.attempt, late.destination) != (event.attempt, peer):
-                return False
-            del self._ended[event.transfer_id]
-            return True
+                return None
+            return self._ended.pop(event.transfer_id)
         if transfer is None or transfer.attempt != event.attempt:
-            return False
+            return None
         if peer == transfer.source:
             self.end(transfer, event.reason)
         if peer == transfer.destination:
             transfer.arrived = True
             transfer.complete = event.state is TransferState.COMPLETE
+            transfer.end_ns = event.end_ns
             transfer.on_change()
-        return peer in (transfer.source, transfer.destination)
+        return transfer if peer in (transfer.source, transfer.destination) else None
 
     def involving(self, peer: Peer) -> list[Transfer]:
         """Open ones that read or write blocks of `peer`."""

@@ -8,6 +8,7 @@ import msgspec
 
 from kvferry.kernels.packing import Quantization
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.eviction import EvictionName
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TransportName = Literal["shm", "gloo", "nccl", "local"]
@@ -29,6 +30,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_memory_bytes: int = 320 << 20
     """Bytes of KV of one rank."""
     prefix_caching: bool = True
+    eviction: EvictionName = "reuse"
+    """Which cached blocks go first when room is needed; see `kv/eviction.py`."""
 
     def __post_init__(self) -> None:
         check_range("block_size", self.block_size, 1, 1024)

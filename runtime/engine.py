@@ -72,7 +72,7 @@ class Engine:
         self.address = address
         self.hash_root = hash_root
         self.max_context = kv.max_context(max_context)
-        self.pools = Pools(kv)
+        self.pools = Pools(kv, config.cache.eviction)
         self.pool = self.pools.pools[0]
         """Of the main block group."""
         keepers = [

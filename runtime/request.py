@@ -195,7 +195,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     finish_reason: FinishReason | None = None
     logprob: Logprob | None = None
     num_cached_tokens: int = 0
-    """Prompt (and delivered) tokens that this leg did not compute. Valid on the leg's first event."""
+    """Leading tokens (of the prompt, then of those delivered before) that this leg has not computed so far. Valid with
+    a token."""
     begin_ns: int | None = None
     """When the leg's first row ran; on the leg's first event."""
     end_ns: int | None = None
@@ -209,6 +210,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Usage(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_cached_tokens: int
+    """Prompt tokens whose KV was not computed for this request, by none of its sequences on no group that told of it:
+    found in a cache or fetched from another group's. What prefill computed and was ferried to decode is not cached."""
     num_output_tokens: int
     num_ferried_blocks: int = 0
     ferried_bytes: int = 0

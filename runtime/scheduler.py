@@ -206,7 +206,8 @@ class Scheduler:
         sequence.num_computed = len(hits[0]) * self._size
         for keeper, table, blocks in zip(self._keepers, sequence.tables, hits, strict=True):
             keeper.open(sequence, table, blocks)
-        if sequence.num_cached is None:
+        # Less than at its first admission: what it found then was evicted meanwhile, and is computed now.
+        if sequence.num_cached is None or sequence.num_computed < sequence.num_cached:
             sequence.num_cached = sequence.num_computed
         return True
 

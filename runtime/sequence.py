@@ -66,7 +66,7 @@ class Sequence:
         """One for each block group while it runs, else empty."""
         self.num_computed = 0
         self.num_cached: int | None = None
-        """Tokens that the first admission found in the cache."""
+        """Leading tokens that no admission had to compute."""
         self.num_passed = 0
         """How many were admitted past it while it lacked blocks."""
         self.preempted_ns: int | None = None

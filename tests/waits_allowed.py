@@ -36,6 +36,8 @@ ALLOWED: dict[str, str] = {
     "cluster/launch.py RunningCluster._until_closed await asyncio.wait()": "serves until it is told to close",
     "cluster/peer_stream.py RemoteGroup._write await self._call.write()": _SILENCE,
     "cluster/peer_stream.py RemoteGroup._read await self._call.read()": _SILENCE,
+    "cluster/peer_stream.py RemoteGroup._ticket await answer": "`_answer` has the deadline",
+    "cluster/transfers.py Transfers.pass_on await answer": "the port's answer has a deadline",
     "cluster/placing.py Placer._wait await record.wake.wait()": "woken by events and membership; its deadline is "
     "around it, and a group that falls silent is abandoned, which wakes it",
     "cluster/ray_groups.py RayGroup.wait_dead await asyncio.wait()": "the supervisor watches silence beside it",
@@ -47,7 +49,7 @@ ALLOWED: dict[str, str] = {
     "cluster/supervisor.py Supervisor.usable await self._changed.wait()": "cancelled when the deployment is closed",
     "cluster/supervisor.py Supervisor._watch await asyncio.wait()": "one of the three watches silence, with a deadline",
     "cluster/worker.py Worker.wait_end threading.Event().wait": "ends with its process, which is what it is for",
-    "cluster/coordinator.py Coordinator.idle await self._idle.wait()": "the gateway bounds its drain",
+    "cluster/coordinator.py Coordinator.idle await self._ends.over.wait()": "the gateway bounds its drain",
     "cluster/moving.py Mover._take_away await sequence.news.wait()": "`empty` puts its deadline around it",
     "cluster/moving.py Mover._until await sequence.news.wait()": "`empty` puts its deadline around it",
     "cluster/peer_stream.py RemoteGroup.connect await close_channel()": _LOCAL_CLOSE,

@@ -27,12 +27,13 @@ from grpc_reflection.v1alpha import reflection
 from kvferry.cluster.api import convert
 from kvferry.cluster.api.health import Health
 from kvferry.cluster.api.methods import METHODS, SERVICES, Method
-from kvferry.cluster.api.security import TokenInterceptor, read_token, server_credentials
+from kvferry.cluster.api.security import TokenInterceptor, Tokens, read_tokens, server_credentials
 from kvferry.cluster.api.status import WireStatus, internal_status, to_status
 from kvferry.cluster.config import ServerOptions
 from kvferry.cluster.service import Service, StreamEvent
 from kvferry.proto import kvferry_pb2 as pb
 from kvferry.runtime.errors import ClientTooSlow, InvalidArgument, KvferryError
+from kvferry.runtime.kv.hashing import tenant_salt
 
 log = structlog.get_logger()
 Context = Any
@@ -52,12 +53,18 @@ class Malformed(msgspec.Struct, frozen=True):
 class Calls:
     """One method per method of the wire contract, named alike. Raises `KvferryError`s only, unless there is a bug."""
 
-    def __init__(self, service: Service, slow_reader_s: float) -> None:
+    def __init__(self, service: Service, slow_reader_s: float, isolate: Tokens | None = None) -> None:
+        """`isolate`: whose tenants share no KV blocks."""
         self._service = service
         self._slow_reader_s = slow_reader_s
+        self._isolate = isolate
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         call = convert.to_call(request, remaining_s(context))
+        if self._isolate is not None:
+            tenant = self._isolate.tenant(context.invocation_metadata())
+            assert tenant, "the interceptor lets nobody in without a tenant's token"
+            call = msgspec.structs.replace(call, cache_salt=tenant_salt(tenant, call.cache_salt))
         events = cast("AsyncGenerator[StreamEvent, None]", self._service.generate(call))
         async with contextlib.aclosing(events):
             async for event in events:
@@ -165,13 +172,13 @@ async def _abort(context: Context, status: WireStatus) -> None:
     await context.abort(status.code, status.message, status.trailers)
 
 
-def _register(server: Any, service: Service, slow_reader_s: float) -> None:
-    calls = Calls(service, slow_reader_s).handlers()
+def _register(server: Any, calls: Calls) -> None:
+    answers = calls.handlers()
     by_service: dict[str, dict[str, Any]] = {name: {} for name in SERVICES}
     for method in METHODS.values():
         make = grpc.unary_stream_rpc_method_handler if method.streams else grpc.unary_unary_rpc_method_handler
         by_service[method.service][method.name] = make(
-            _guard(method, calls[method.name]),
+            _guard(method, answers[method.name]),
             request_deserializer=_decoder(method.request),
             response_serializer=method.response.SerializeToString,
         )
@@ -206,7 +213,8 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
     Raises `InvalidArgument` for an address that cannot be bound and for bad token or TLS files.
     """
     options = options or ServerOptions()
-    interceptors = [] if options.token_file is None else [TokenInterceptor(read_token(options.token_file))]
+    tokens = None if options.token_file is None else read_tokens(options.token_file, options.isolate_tenants)
+    interceptors = [] if tokens is None else [TokenInterceptor(tokens)]
     credentials = server_credentials(options)
     address = _probe(host, port)
     if not (ipaddress.ip_address(address).is_loopback or interceptors or options.tls_client_ca):
@@ -224,7 +232,7 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ],
     )
-    _register(server, service, options.slow_reader_s)
+    _register(server, Calls(service, options.slow_reader_s, tokens if options.isolate_tenants else None))
     health = Health(SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((*SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME), server)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,59 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return ((AUTHORIZATION, f"Bearer {token}"),)
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Ends calls without the right token as UNAUTHENTICATED, before their message is read. Health checks are free."""
+class Tokens:
+    """Who may call: each token with its tenant's name, which is empty for the only token of a file without names."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = bearer(token)[0][1].encode()
+    def __init__(self, tenants: Mapping[str, str]) -> None:
+        """`tenants`: by token."""
+        self._tenants = [(bearer(token)[0][1].encode(), tenant) for token, tenant in tenants.items()]
+
+    def tenant(self, metadata: Iterable[tuple[str, Any]] | None) -> str | None:
+        """Whose token a call has; `None`: nobody's. Takes as long for a wrong token as for any right one."""
+        given = [str(value).encode() for key, value in metadata or () if key == AUTHORIZATION]
+        if len(given) != 1:
+            return None
+        found = [tenant for expected, tenant in self._tenants if hmac.compare_digest(given[0], expected)]
+        return found[0] if found else None
+
+
+def read_tokens(path: Path, isolate: bool) -> Tokens:
+    """Of a file with one token in its first line, or with lines `TENANT TOKEN`. Raises `InvalidArgument`.
+
+    `isolate`: tenants must have names.
+    """
+    lines = [line.strip() for line in _read("token_file", path).decode("utf-8", "replace").splitlines()]
+    if not isolate and sum(map(bool, lines)) < 2:
+        return Tokens({read_token(path): ""})
+    tenants: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        tenant, _, token = line.partition(" ")
+        if not line:
+            continue
+        if not token or not line.isascii() or not line.isprintable():
+            why = "isolate_tenants needs" if isolate else "several tokens need"
+            raise InvalidArgument(
+                "token_file", str(path), f"{why} lines of the form TENANT TOKEN; line {number} is not one"
+            )
+        if token.strip() in tenants:
+            raise InvalidArgument("token_file", str(path), f"line {number} has the same token as another one")
+        tenants[token.strip()] = tenant
+    if not tenants:
+        raise InvalidArgument("token_file", str(path), "has no line of the form TENANT TOKEN")
+    return Tokens(tenants)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Ends calls without a right token as UNAUTHENTICATED, before their message is read. Health checks are free."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call_details: Any) -> Any:
         if call_details.method.startswith(HEALTH_PATHS):
             return await continuation(call_details)
-        given = [value for key, value in call_details.invocation_metadata or () if key == AUTHORIZATION]
-        if len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self._expected):
+        if self._tokens.tenant(call_details.invocation_metadata) is not None:
             return await continuation(call_details)
         return self._refusal
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
+import msgspec
+
+from kvferry.cluster.legs import engine_id
 from kvferry.cluster.sim.faults import PlannedRequest, Scenario
 from kvferry.cluster.sim.gateway import SimGateway
 from kvferry.cluster.sim.model import expected, logprob_of
@@ -30,7 +34,10 @@ DEADLINE_SLACK_NS = 2_000_000
 class Client:
     """One request: sent, read as planned, judged token for token while it is read."""
 
-    def __init__(self, plan: PlannedRequest, limits: Scenario, trace: Trace) -> None:
+    def __init__(
+        self, plan: PlannedRequest, limits: Scenario, trace: Trace, num_cached: Callable[[RequestId], int | None]
+    ) -> None:
+        """`num_cached`: of a request's prompt, the tokens that nobody computed, as far as that is known for sure."""
         self.plan = plan
         self.outcome = "not sent"
         self.tokens: list[list[int]] = [[] for _ in range(plan.n)]
@@ -38,6 +45,7 @@ class Client:
         self._limits = limits
         self._windows = limits.windows
         self._trace = trace
+        self._num_cached = num_cached
         self._stopped = False
         self._left = False
         self._truth: list[list[int]] = []
@@ -45,6 +53,7 @@ class Client:
     async def run(self, gateway: SimGateway) -> None:
         plan = self.plan
         request = self._request(gateway.clock.now_ns())
+        self._engine_id = engine_id(gateway.name, request.request_id)
         try:
             stream = gateway.coordinator.start(request)
         except InvalidArgument:
@@ -171,6 +180,28 @@ class Client:
             self._wrong(f"usage {usage} for {len(self.plan.prompt)} + {num_output} tokens")
         if not 0 <= usage.num_cached_tokens < max(1, usage.num_prompt_tokens):
             self._wrong(f"usage: {usage.num_cached_tokens} of {usage.num_prompt_tokens} prompt tokens cached")
+        truth = self._num_cached(self._engine_id)
+        if truth is not None and usage.num_cached_tokens != truth:
+            self._wrong(f"usage: {usage.num_cached_tokens} prompt tokens cached, in truth {truth}")
+
+    def next_turn(self) -> PlannedRequest | None:
+        """What it asks next, with the answer as part of the prompt."""
+        plan = self.plan
+        if self.outcome != "complete" or not plan.turns:
+            return None
+        turn = plan.turns[0]
+        self._trace.observed["another turn"] += 1
+        return msgspec.structs.replace(
+            plan,
+            name=f"{plan.name}+",
+            at_s=turn.think_s,
+            gateway=plan.gateway + 1,
+            prompt=[*plan.prompt, *self.tokens[0], *turn.message],
+            n=1,
+            max_tokens=turn.max_tokens,
+            min_tokens=0,
+            turns=plan.turns[1:],
+        )
 
     def _judge_error(self, error: KvferryError, stream: RequestStream, request: Request) -> None:
         """Every error needs a cause that really happened."""

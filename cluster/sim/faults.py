@@ -96,6 +96,14 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     """Between two reads."""
 
 
+class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client says next in a conversation, once it has the whole answer."""
+
+    message: list[int]
+    think_s: float
+    max_tokens: int
+
+
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     name: str
@@ -111,6 +119,7 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool
     deadline_s: float | None
     behaviour: Behaviour
+    turns: list[PlannedTurn] = []
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +129,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     num_gateways: int
     groups: list[tuple[str, Role, GroupShape]]
     disaggregate: Literal["auto", "always", "never"]
+    fetch_prefix: Literal["auto", "always", "never"]
     retry_budget: int
     max_in_flight: int
     max_unread_bytes: int
@@ -162,11 +172,14 @@ def draw(seed: int) -> Scenario:
     requests = [
         _request(rng, number, num_gateways, shared, capacity, span_s) for number in range(rng.choice([1, 3, 6, 10, 14]))
     ]
+    habits = random.Random(f"conversations {seed}")  # apart: what else a seed draws stays what it was
+    requests = [_conversation(habits, request, capacity) for request in requests]
     return Scenario(
         seed=seed,
         num_gateways=num_gateways,
         groups=[(name, role, shape) for (name, role), shape in zip(layout, shapes, strict=True)],
         disaggregate=rng.choice(["auto", "always", "always"]),
+        fetch_prefix=habits.choice(["auto", "always", "always", "never"]),
         retry_budget=rng.choice([3, 50, 50, 50]),
         max_in_flight=rng.choice([4, 64, 64, 64]),
         max_unread_bytes=rng.choice([2000, 1 << 20, 1 << 20]),
@@ -227,6 +240,19 @@ def _request(
         deadline_s=rng.choice([0.01, 0.1, 0.5]) if rng.random() < 0.12 else None,
         behaviour=_behaviour(rng),
     )
+
+
+def _conversation(rng: random.Random, first: PlannedRequest, capacity: int) -> PlannedRequest:
+    """The request with what its client says later, as far as a group can hold it."""
+    turns, length = [], len(first.prompt) + first.max_tokens
+    for _ in range(rng.choice([0, 0, 1, 2, 5])):
+        message = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 8))]
+        max_tokens = rng.choice([1, 6, 12])
+        length += len(message) + max_tokens
+        if length > capacity:
+            break
+        turns.append(PlannedTurn(message=message, think_s=rng.choice([0.001, 0.05, 0.3]), max_tokens=max_tokens))
+    return msgspec.structs.replace(first, turns=turns)
 
 
 def _behaviour(rng: random.Random) -> Behaviour:

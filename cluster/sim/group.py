@@ -21,9 +21,11 @@ from kvferry.cluster.sim.network import Network, Process
 from kvferry.cluster.sim.trace import Trace
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
 from kvferry.runtime.engine import Engine
-from kvferry.runtime.ids import Peer
+from kvferry.runtime.ids import Peer, RequestId
 from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
-from kvferry.runtime.step import SampleInput, StepPlan, StepResult
+from kvferry.runtime.scheduler import Batch, Scheduler
+from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.step import SampledToken, SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress, TransferState
 
 MAX_IDLE_STEPS = 300
@@ -78,6 +80,8 @@ class SimGroup:
         self.slow = 1.0
         self.num_lapsed = 0
         """Leases."""
+        self.computed_from: dict[RequestId, int] = {}
+        """The first position that any row of a request has computed here."""
         self._loop = asyncio.get_running_loop()
         self._trace = trace
         self._clock = SkewedClock(skew_ns)
@@ -103,6 +107,7 @@ class SimGroup:
             transfer=TransferConfig(transport="local", blocks_per_message=2, timeout_s=transfer_timeout_s),
         )
         self.engine = Engine(config, self.kv, ROOT, address, 1 << 20, self._execute, self.clock_ns)
+        self.engine.scheduler.commit = self._commit  # type: ignore[method-assign]  # who computes what
         self.links = Links(self, find, noise, transfer_timeout_s, trace, random.Random(f"{seed}/links {peer}"))
         self.hub = Hub(self._info(address, scheduler), SECRET)
         self.hub.bind(self)
@@ -234,6 +239,12 @@ class SimGroup:
         if self.slow > 1 and plan.rows:
             self._trace.fault("slow step", self._peer)
         return StepResult(sampled)
+
+    def _commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
+        for planned in batch.planned:
+            name, start = planned.sequence.key.request_id, planned.row.start
+            self.computed_from[name] = min(start, self.computed_from.get(name, start))
+        return Scheduler.commit(self.engine.scheduler, batch, sampled)
 
     def _poison_free(self) -> None:
         self.blocks.poison(self.engine.pools.free_blocks())

@@ -26,7 +26,7 @@ from kvferry.cluster.sim.trace import Trace
 from kvferry.cluster.supervisor import Incarnation, OnProgress, Supervisor, SupervisorPolicy
 from kvferry.cluster.topology import Allotment
 from kvferry.runtime.errors import GroupUnavailable, ResourceMissing
-from kvferry.runtime.ids import Epoch, GroupId, Peer
+from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId
 
 HEARD_S = 0.015
 """From a process's death to its parent's knowledge of it."""
@@ -178,7 +178,7 @@ class World:
                 unavailable_timeout_s=scenario.unavailable_timeout_s,
             ),
             registry=RegistryConfig(unreachable_after_s=1.0, abandon_after_s=2.0),
-            router=RouterConfig(disaggregate=scenario.disaggregate),
+            router=RouterConfig(disaggregate=scenario.disaggregate, fetch_prefix=scenario.fetch_prefix),
             noise=FrameNoise(
                 repeated=scenario.amount("repeated frames"),
                 overtaken=scenario.amount("overtaken frames"),
@@ -205,7 +205,7 @@ class World:
         self._loop.set_exception_handler(lambda _, context: self.trace.failed(f"unhandled: {_shown(context)}"))
         async with self._tasks, self._deployment():
             disturbance = Disturbance(self, self.scenario.faults)
-            clients = [Client(plan, self.scenario, self.trace) for plan in self.scenario.requests]
+            clients = [self._new_client(plan) for plan in self.scenario.requests]
             begin = self._loop.time()
             try:
                 async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
@@ -218,9 +218,17 @@ class World:
             disturbance.end()
             await asyncio.sleep(REST_S + self.scenario.transfer_timeout_s)
             await self._settled()
+            self._sum_up()
             for finding in checks.at_rest(self):
                 self.trace.failed(finding)
             self.trace.over()
+
+    def _sum_up(self) -> None:
+        for gateway in self.gateways:
+            coordinator, observed = gateway.coordinator, self.trace.observed
+            observed["fetched block"] += coordinator.num_fetched_blocks
+            observed["hit token"] += coordinator.num_hit_tokens
+            observed["hit token, expected"] += coordinator.num_expected_hit_tokens
 
     async def _settled(self) -> None:
         """A group that has just come or gone is not yet known to all. An operation may end that late."""
@@ -229,7 +237,23 @@ class World:
                 return
             await asyncio.sleep(left_s)
 
+    def _new_client(self, plan: PlannedRequest) -> Client:
+        return Client(plan, self.scenario, self.trace, self._num_cached)
+
+    def _num_cached(self, request_id: RequestId) -> int | None:
+        """The leading tokens of a prompt that no group has computed; `None` when some of that is lost or disputed."""
+        if self.scenario.faults or "again" in request_id:  # an id used twice, a group that died
+            return None
+        return min(group.computed_from.get(request_id, 1 << 30) for group in self.groups.values())
+
     async def _client(self, client: Client, begin: float) -> None:
+        """A conversation."""
+        await self._turn(client, begin)
+        while (plan := client.next_turn()) is not None:
+            client = self._new_client(plan)
+            await self._turn(client, self._loop.time())
+
+    async def _turn(self, client: Client, begin: float) -> None:
         plan: PlannedRequest = client.plan
         await asyncio.sleep(max(0.0, begin + plan.at_s - self._loop.time()))
         live = self.live_gateways()

@@ -36,6 +36,8 @@ from kvferry.runtime.model.files import resolve_model
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+OTHERS = "\n<!-- What follows is not written by make bench. -->\n"
+"""Sections after this line stay as they are."""
 PEER_THREADS = 2
 COMPARED_PROMPTS, COMPARED_TOKENS, COMPARED_LENGTH = 8, 8, 200
 MIN_TOKEN_SHARE = 0.5
@@ -222,7 +224,8 @@ def main() -> None:
     bench.run()
     report.show(bench.results, console)
     if args.write_docs:
-        DOCS.write_text(report.markdown(bench.results))
+        _, mark, others = DOCS.read_text().partition(OTHERS)
+        DOCS.write_text(report.markdown(bench.results) + mark + others)
         console.print(f"wrote {DOCS}")
     sys.stdout.write(json.dumps(bench.results) + "\n")
     token_share = bench.results.get("correctness", {}).get("token_share", 1.0)

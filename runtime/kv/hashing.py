@@ -38,6 +38,11 @@ def salted_root(root: bytes, salt: str) -> bytes:
     return root if not salt else _digest(root, [(b"salt", salt.encode())])
 
 
+def tenant_salt(tenant: str, salt: str) -> str:
+    """A salt that no other tenant can have, whatever salt it asks for. `tenant`: not empty, without a NUL."""
+    return f"{tenant}\0{salt}"
+
+
 def hash_block(root: bytes, parent: BlockHash | None, token_ids: Sequence[int]) -> BlockHash:
     """Name of the block that holds `token_ids` after the chain that ends in `parent`."""
     h = blake2b(parent or b"", digest_size=HASH_BYTES, key=root)

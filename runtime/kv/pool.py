@@ -4,7 +4,7 @@
     free ──────────▶ leased ──────────────▶ pending ──────────────▶ sealed, held ──────────────▶ sealed, idle
      ▲                  │ release              │ abandon                 ▲  acquire                  │  │
      └──────────────────┴──────────────────────┘                         └───────────────────────────┘  │
-     ▲                                                                     evict: least recently used leaf
+     ▲                                                                     evict: the leaf of lowest rank (eviction.py)
      └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
 Only sealed blocks are visible to `lookup`. A parent outlives its children, so a cached prefix is found by walking
@@ -22,6 +22,7 @@ import msgspec
 
 from kvferry.runtime.errors import InvariantBroken, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, BlockId
+from kvferry.runtime.kv.eviction import EvictionName, make_eviction
 
 
 class _Content(msgspec.Struct):
@@ -33,15 +34,19 @@ class _Content(msgspec.Struct):
     sealed: bool = False
     num_children: int = 0
     """Sealed blocks that follow this one."""
-    last_use: int = 0
+    rank: int = 0
+    """Idle leaves go in this order."""
 
 
 class BlockPool:
     """The blocks of one group of layers; the same numbers on each rank. Ids count from `first_block`."""
 
-    def __init__(self, num_blocks: int, block_size: int, first_block: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, first_block: int = 0, eviction: EvictionName = "reuse"
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._eviction = make_eviction(eviction, num_blocks)
         self._ids = range(first_block, first_block + num_blocks)
         self._free: deque[BlockId] = deque(map(BlockId, self._ids))
         self._refs = [0] * self._ids.stop
@@ -50,7 +55,6 @@ class BlockPool:
         self._pending: dict[BlockHash, int] = {}
         self._num_idle = 0
         self._heap: list[tuple[int, BlockId]] = []
-        self._uses = 0
         self._news: dict[BlockHash, bool] = {}
         """Net changes of what is visible since the last `take_events`: True appeared, False vanished."""
         self._sealed_news: list[BlockHash] = []
@@ -121,7 +125,10 @@ class BlockPool:
         content = self._get(block_id)
         if not content.sealed:
             raise InvariantBroken(f"block {block_id} acquired while it is not sealed")
-        self._touch(content)
+        content.rank = self._eviction.found(content.hash)
+        self._hold(block_id, content)
+
+    def _hold(self, block_id: BlockId, content: _Content) -> None:
         while True:
             self._refs[block_id] += 1
             if self._refs[block_id] > 1:
@@ -147,7 +154,7 @@ class BlockPool:
                 self._free.append(block_id)
                 return
             self._num_idle += 1
-            self._touch(content)
+            content.rank = self._eviction.used(content.hash)
             self._offer(block_id, content)
             if content.parent is None:
                 return
@@ -185,9 +192,11 @@ class BlockPool:
         self._sealed[content.hash] = block_id
         if content.parent is not None:
             parent_id = self._sealed[content.parent]
-            self._get(parent_id).num_children += 1
-            self.acquire(parent_id)
-        self._touch(content)
+            parent = self._get(parent_id)
+            parent.num_children += 1
+            parent.rank = self._eviction.used(parent.hash)
+            self._hold(parent_id, parent)
+        content.rank = self._eviction.sealed(content.hash)
         self._sealed_news.append(content.hash)
         self._note(content.hash, True)
         return block_id
@@ -219,24 +228,20 @@ class BlockPool:
         if self._news.pop(block_hash, None) is None:  # else it is the opposite, and they cancel out
             self._news[block_hash] = visible
 
-    def _touch(self, content: _Content) -> None:
-        self._uses += 1
-        content.last_use = self._uses
-
     def _offer(self, block_id: BlockId, content: _Content) -> None:
         """Notes an idle leaf for eviction. Entries go stale when it is used again; stale ones are skipped."""
         if content.num_children == 0:
-            heapq.heappush(self._heap, (content.last_use, block_id))
+            heapq.heappush(self._heap, (content.rank, block_id))
             if len(self._heap) > 2 * self.num_blocks + 64:
                 self._heap = [entry for entry in self._heap if self._is_evictable(*entry)]
                 heapq.heapify(self._heap)
 
-    def _is_evictable(self, last_use: int, block_id: BlockId) -> bool:
+    def _is_evictable(self, rank: int, block_id: BlockId) -> bool:
         content = self._content[block_id]
         return (
             content is not None
             and content.sealed
-            and content.last_use == last_use
+            and content.rank == rank
             and content.num_children == 0
             and self._refs[block_id] == 0
         )
@@ -254,6 +259,7 @@ class BlockPool:
         self._content[block_id] = None
         self._num_idle -= 1
         self._free.append(block_id)
+        self._eviction.evicted(content.hash)
         self._note(content.hash, False)
         if content.parent is not None:
             parent_id = self._sealed[content.parent]
@@ -307,7 +313,7 @@ class BlockPool:
             ),
             "children miscounted": all(c.num_children == children.get(c.hash, 0) for c in sealed.values()),
             "idle blocks miscounted": self._num_idle == sum(refs[b] == 0 for b in sealed),
-            "an idle leaf cannot be evicted": {b for u, b in self._heap if self._is_evictable(u, b)}
+            "an idle leaf cannot be evicted": {b for rank, b in self._heap if self._is_evictable(rank, b)}
             == {b for b, c in sealed.items() if refs[b] == 0 and c.num_children == 0},
             "pending miscounted": sum(self._pending.values()) == len(pending)
             and {c.hash for c in pending} == set(self._pending),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvferry.runtime.ids import BlockHash, BlockId
+from kvferry.runtime.kv.eviction import EvictionName
 from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.pool import BlockPool
 
@@ -13,9 +14,9 @@ from kvferry.runtime.kv.pool import BlockPool
 class Pools:
     """Implements `transfer.ledger.BlockStore`. `pools`: one for each group, in the groups' order."""
 
-    def __init__(self, kv: KVGroups) -> None:
+    def __init__(self, kv: KVGroups, eviction: EvictionName = "reuse") -> None:
         self.kv = kv
-        self.pools = [BlockPool(g.num_blocks, kv.block_size, first_block=g.first_block) for g in kv.groups]
+        self.pools = [BlockPool(g.num_blocks, kv.block_size, g.first_block, eviction) for g in kv.groups]
 
     def _of(self, block_id: BlockId) -> BlockPool:
         return self.pools[self.kv.index_of(block_id)]

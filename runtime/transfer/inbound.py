@@ -115,6 +115,7 @@ class Inbound:
             destination=own,
             missing=[TicketBlock(block.index, block.hash, block_id) for block, block_id in missing],
             timeout_s=request.timeout_s,
+            sealed_only=request.sealed_only,
         )
         arrival = _Arrival(
             source=request.source.peer,
@@ -307,8 +308,8 @@ class Inbound:
         return bool(arrival.pins or arrival.missing or arrival.importing)
 
     def num_expected(self, block_hash: BlockHash) -> int:
-        """How many transfers fill a block of that name."""
-        arrivals = self._arrivals.values()
+        """How many transfers fill a block of that name whose source may still have to compute it."""
+        arrivals = [arrival for arrival in self._arrivals.values() if not arrival.ticket.sealed_only]
         planned = sum(block_hash in m.hashes for arrival in arrivals for m in arrival.importing.values())
         return planned + sum(block_hash in arrival.missing for arrival in arrivals)
 

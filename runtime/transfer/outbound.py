@@ -81,8 +81,8 @@ class Outbound:
             self._waiting.setdefault(block_hash, set()).add(key)
         handed_over = self._prefilled.get(key[0])
         sends = [] if handed_over is False else self._plan(departure, list(departure.unsent))
-        if departure.unsent and handed_over is not None:
-            self._fail(departure, _EVICTED if handed_over else _UNWANTED)
+        if departure.unsent and (ticket.sealed_only or handed_over is not None):
+            self._fail(departure, _UNWANTED if handed_over is False else _EVICTED)
         else:
             self._settle(departure)
         return sends

@@ -57,6 +57,8 @@ class ExpectRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The prompt; only full blocks travel."""
     cache_salt: str
     timeout_s: float
+    sealed_only: bool = False
+    """The source does not compute them: what it has not sealed when it is asked will not come."""
 
 
 class TicketBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +77,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     destination: GroupAddress
     missing: list[TicketBlock]
     timeout_s: float
+    sealed_only: bool = False
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True):

@@ -55,8 +55,8 @@ def test_ordinary_flow(toy: Any) -> None:
                 begin_ns=15,
                 end_ns=25,
             )
-            w.frame(d, event(second.key, 1, 8, begin_ns=30), transfers=[done])
-            w.frame(d, event(second.key, 2, 9, FinishReason.LENGTH))
+            w.frame(d, event(second.key, 1, 8, begin_ns=30, num_cached_tokens=8), transfers=[done])
+            w.frame(d, event(second.key, 2, 9, FinishReason.LENGTH, num_cached_tokens=8))
             assert [e.token_id async for e in stream] == [8, 9]
             usage, times = stream.usage, stream.timeline
             assert (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens) == (10, 4, 3)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,10 +102,13 @@ class RealGroup:
     def cancel(self, keys: list[SequenceKey]) -> None:
         self.later(lambda: [self.engine.cancel(key) for key in keys])
 
-    async def expect(self, request: ExpectRequest, timeout_s: float) -> Ticket:
+    def expect(self, request: ExpectRequest, timeout_s: float) -> Awaitable[Ticket]:
         future: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
         self.calls.add(future)
         self.later(lambda: self._expect(request, future))
+        return self._ticket(future, timeout_s)
+
+    async def _ticket(self, future: asyncio.Future[Ticket], timeout_s: float) -> Ticket:
         try:
             async with asyncio.timeout(timeout_s):
                 return await future

@@ -1,6 +1,7 @@
 """The block pool against a twin that keeps plain sets and recomputes everything.
 
-Guards against: a block lent twice, a held or parent block evicted, a hit on a block that nobody filled, lost blocks.
+Guards against: a block lent twice, a held or parent block evicted, a hit on a block that nobody filled, lost blocks, a
+victim that is not the one its policy names.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.runtime.errors import InvariantBroken, NoFreeBlocks
 from kvferry.runtime.ids import BlockHash, BlockId
+from kvferry.runtime.kv.eviction import HEAD_START, MAX_REUSES, EvictionName
 from kvferry.runtime.kv.hashing import hash_block
 from kvferry.runtime.kv.pool import BlockPool
 
@@ -22,15 +24,21 @@ ROOT = b"r" * 16
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`held` lists references one by one; `sealed` maps hash to (block, parent, tokens); recency is a plain list."""
+    """`held` lists references one by one; `sealed` maps hash to (block, parent, tokens)."""
+
+    eviction: EvictionName = "reuse"
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, SIZE)
+        self.pool = BlockPool(NUM_BLOCKS, SIZE, eviction=self.eviction)
         self.held: list[BlockId] = []
         self.filling: dict[BlockId, tuple[BlockHash, BlockHash | None, list[int]]] = {}
         self.sealed: dict[BlockHash, tuple[BlockId, BlockHash | None, list[int]]] = {}
-        self.recent: list[BlockHash] = []
+        self.uses: list[BlockHash] = []
+        """All of them, the newest last."""
+        self.found: dict[BlockHash, int] = {}
+        self.gone: list[BlockHash] = []
+        """Evicted ones that are remembered, the newest last."""
         self.told: set[BlockHash] = set()
 
     def _in_use(self) -> set[BlockId]:
@@ -40,10 +48,23 @@ class PoolMachine(RuleBasedStateMachine):
             used |= {self.sealed[p][0] for b, p, _ in self.sealed.values() if b in used and p is not None}
         return used
 
-    def _use(self, block_hash: BlockHash) -> None:
-        if block_hash in self.recent:
-            self.recent.remove(block_hash)
-        self.recent.append(block_hash)
+    def _find(self, block_hash: BlockHash) -> None:
+        self.found[block_hash] = min(MAX_REUSES, self.found.get(block_hash, 0) + 1)
+        self.uses.append(block_hash)
+
+    def _rank(self, block_hash: BlockHash) -> int:
+        last_use = max(i for i, used in enumerate(self.uses) if used == block_hash)
+        head_start = HEAD_START * NUM_BLOCKS * self.found.get(block_hash, 0)
+        return last_use + (head_start if self.eviction == "reuse" else 0)
+
+    def _let_go(self, block: BlockId) -> None:
+        """Its last holder has, and so does everything above it that only it held."""
+        for block_hash, (b, parent, _) in self.sealed.items():
+            if b == block and block not in self._in_use():
+                self.uses.append(block_hash)
+                if parent is not None:
+                    self._let_go(self.sealed[parent][0])
+                return
 
     def _settle(self) -> None:
         """Applies the pool's own account of evictions to the twin, checking that each was allowed."""
@@ -51,14 +72,16 @@ class PoolMachine(RuleBasedStateMachine):
         for block_hash in removed:
             evictable = [
                 h
-                for h in self.recent
-                if h in self.sealed
-                and self.sealed[h][0] not in self._in_use()
+                for h in self.sealed
+                if self.sealed[h][0] not in self._in_use()
                 and not any(parent == h for _, parent, _ in self.sealed.values())
             ]
-            assert block_hash == evictable[0], "not the least recently used idle leaf"
+            assert block_hash == min(evictable, key=self._rank), "not the idle leaf with the lowest rank"
             del self.sealed[block_hash]
-            self.recent.remove(block_hash)
+            self.gone.append(block_hash)
+            for forgotten in self.gone[:-NUM_BLOCKS]:
+                self.gone.remove(forgotten)
+                self.found.pop(forgotten, None)
         self.told |= set(stored)
         self.told -= set(removed)
 
@@ -103,15 +126,22 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.remove(block)
         if block_hash in self.sealed:
             assert result == self.sealed[block_hash][0]
+            self._find(block_hash)
         elif parent is not None and parent not in self.sealed:
             assert result is None
             return
         else:
             assert result == block
             self.sealed[block_hash] = (block, parent, tokens)
+            if parent is not None:
+                self.uses.append(parent)
+            if block_hash in self.gone:
+                self.gone.remove(block_hash)
+                self._find(block_hash)
+            else:
+                self.uses.append(block_hash)
         assert result is not None
         self.held.append(result)
-        self._use(block_hash)
         self._settle()
 
     @precondition(lambda self: self.filling)
@@ -129,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.sealed[block_hash][0]
         self.pool.acquire(block)
         self.held.append(block)
-        self._use(block_hash)
+        self._find(block_hash)
 
     @precondition(lambda self: [b for b in self.held if b not in self.filling])
     @rule(data=st.data())
@@ -137,9 +167,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted({b for b in self.held if b not in self.filling})))
         self.pool.release(block)
         self.held.remove(block)
-        for block_hash, (b, _, _) in self.sealed.items():
-            if b == block and block not in self.held:
-                self._use(block_hash)
+        self._let_go(block)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=SIZE, max_size=SIZE))
     def release_of_a_free_block_is_refused(self, tokens: list[int]) -> None:
@@ -176,5 +204,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.abandon(block)
 
 
+class LruMachine(PoolMachine):
+    eviction = "lru"
+
+
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLruPool = LruMachine.TestCase
+TestLruPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

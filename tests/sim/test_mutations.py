@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 from kvferry.cluster.coordinator import Coordinator
+from kvferry.cluster.ends import Ends
 from kvferry.cluster.engine_driver import EngineDriver
+from kvferry.cluster.legs import Record
 from kvferry.cluster.prefix_index import PrefixIndex, _Entries
 from kvferry.cluster.sim.runner import simulate
 from kvferry.cluster.transfers import Transfers
@@ -143,19 +145,19 @@ def coordinator_skips_the_attempt_check(patch: Patch) -> None:
 
 def coordinator_counts_a_token_twice(patch: Patch) -> None:
     """Coordinator: after a loss the last token is resubmitted twice."""
-    real = Coordinator._lose
+    real = Ends.lose
 
     def lose(self: Any, record: Any, sequence: Any, *rest: Any, **more: Any) -> None:
         if sequence.leg is not None and sequence.tokens and not record.over:
             sequence.tokens.append(sequence.tokens[-1])
         real(self, record, sequence, *rest, **more)
 
-    patch(Coordinator, "_lose", lose)
+    patch(Ends, "lose", lose)
 
 
 def transfers_are_not_renewed(patch: Patch) -> None:
     """Transfers: a renewal is dropped; leases of what waits in a queue lapse."""
-    patch(Transfers, "renew", lambda self: None)
+    patch(Transfers, "renew", lambda self, now_ns: None)
 
 
 def index_ignores_gaps(patch: Patch) -> None:
@@ -176,6 +178,21 @@ def driver_forgets_dead_gateways(patch: Patch) -> None:
     patch(EngineDriver, "_forget_gateway", lambda self, gateway: None)
 
 
+def fetches_are_waited_for_for_ever(patch: Patch) -> None:
+    """Transfers: a prefix that does not come is not given up."""
+    real = Transfers.renew
+
+    def renew(self: Any, now_ns: int) -> None:
+        real(self, 0)
+
+    patch(Transfers, "renew", renew)
+
+
+def usage_counts_what_was_ferried(patch: Patch) -> None:
+    """Record: what the decode leg found counts as cached, though prefill has computed it for the same request."""
+    patch(Record, "note_cached", lambda self, event: setattr(self, "_num_cached", event.num_cached_tokens))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -192,6 +209,8 @@ def driver_forgets_dead_gateways(patch: Patch) -> None:
         transfers_are_not_renewed,
         index_ignores_gaps,
         driver_forgets_dead_gateways,
+        fetches_are_waited_for_for_ever,
+        usage_counts_what_was_ferried,
     ],
 )
 def test_planted_bug_is_found(plant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:

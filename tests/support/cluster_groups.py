@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from kvferry.cluster.kv_events import KvEventLog
@@ -222,10 +222,13 @@ class ToyGroup:
     def cancel(self, keys: list[SequenceKey]) -> None:
         self._later(lambda: self._cancel(set(keys)))
 
-    async def expect(self, request: ExpectRequest, timeout_s: float) -> Ticket:
+    def expect(self, request: ExpectRequest, timeout_s: float) -> Awaitable[Ticket]:
         future: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
         self._calls.add(future)
         self._later(lambda: self._expect(request, future))
+        return self._ticket(future, timeout_s)
+
+    async def _ticket(self, future: asyncio.Future[Ticket], timeout_s: float) -> Ticket:
         try:
             async with asyncio.timeout(timeout_s):
                 return await future

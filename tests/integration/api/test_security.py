@@ -66,6 +66,48 @@ async def test_bad_token_file(service: Any, tmp_path: Path, content: str | None)
         make_server(service, "127.0.0.1", 0, ServerOptions(token_file=path))
 
 
+async def test_tenants(service: Any, tmp_path: Path) -> None:
+    """A tenant's token is refused, lets in as somebody else, or a tenant's own salt reaches another one's blocks."""
+    path = tmp_path / "token"
+    path.write_text("ann a-secret\n\nbob b-secret\nbob b-new-secret\n")
+
+    async def salt(target: str, token: str, cache_salt: str) -> str:
+        async with kvferry.AsyncClient(target, token=token) as client:
+            await client.generate("x", cache_salt=cache_salt)
+        return str(service.calls[-1].cache_salt)
+
+    async with serving(service, token_file=path, isolate_tenants=True) as target:
+        salts = [await salt(target, "a-secret", given) for given in ("", "s", "bob\0s")]
+        salts += [await salt(target, "b-secret", given) for given in ("", "s")]
+        assert len(set(salts)) == 5
+        assert await salt(target, "b-new-secret", "s") == salts[4]
+        for token in ("ann a-secret", "ann", "secret"):
+            async with kvferry.AsyncClient(target, token=token) as client:
+                with pytest.raises(errors.Unauthenticated):
+                    await client.generate("x")
+    async with serving(service, token_file=path) as target:
+        assert await salt(target, "a-secret", "s") == await salt(target, "b-secret", "s") == "s"
+
+
+@pytest.mark.parametrize(
+    ("content", "isolate", "what"),
+    [
+        ("only-a-token", True, "isolate_tenants needs .* TENANT TOKEN; line 1"),
+        ("ann secret\nonly-a-token", False, "several tokens need .*line 2"),
+        ("ann secret\nbob secret", True, "line 2 has the same token"),
+        ("\n", True, "no line"),
+    ],
+)
+async def test_bad_tenants(service: Any, tmp_path: Path, content: str, isolate: bool, what: str) -> None:
+    """All callers share one name though they were to be kept apart."""
+    path = tmp_path / "token"
+    path.write_text(content)
+    with pytest.raises(errors.InvalidArgument, match=what):
+        make_server(service, "127.0.0.1", 0, ServerOptions(token_file=path, isolate_tenants=isolate))
+    with pytest.raises(errors.InvalidArgument, match="isolate_tenants"):
+        ServerOptions(isolate_tenants=True)
+
+
 @pytest.mark.parametrize(("host", "open_door"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)])
 async def test_open_door_is_reported(service: Any, tmp_path: Path, host: str, open_door: bool) -> None:
     """Somebody serves the world without a token and nothing says so."""
