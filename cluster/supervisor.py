@@ -138,6 +138,7 @@ class Supervisor:
         self._dial = dial
         self._epochs = itertools.count(1)
         self._live: dict[Peer, RemoteGroup] = {}
+        self._has_served = False
         self._changed = asyncio.Event()
 
     @property
@@ -251,8 +252,8 @@ class Supervisor:
             except KvferryError as error:
                 reason = str(error)
                 self._observer.group_down(peer, reason)
-                # Bad luck of one group at the start does not end a deployment that serves without it.
-                luckless = num_tries >= policy.max_first_starts and not (place.initial and self._serves())
+                # Bad luck of one group at the start does not end a deployment that has served without it.
+                luckless = num_tries >= policy.max_first_starts and not (place.initial and self._has_served)
                 if (luckless or not isinstance(error, TransientError)) and not place.up.done():
                     raise
             _log.warning("group_died", peer=str(peer), reason=reason)
@@ -293,6 +294,7 @@ class Supervisor:
     def _up(self, place: Place, port: RemoteGroup) -> None:
         self._observer.group_up(port)
         self._live[port.peer] = port
+        self._has_served = self._has_served or self._serves()
         self._changed.set()
         if not place.up.done():
             place.up.set_result(port.peer)
