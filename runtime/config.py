@@ -9,6 +9,7 @@ import msgspec
 from kvferry.runtime.errors import InvalidArgument
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SpeculationMethod = Literal["none", "ngram"]
 TransportName = Literal["shm", "gloo", "nccl", "local"]
 
 
@@ -77,6 +78,18 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_range("blocks_per_message", self.blocks_per_message, 1, 256)
 
 
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Guessing several tokens of an answer and checking them in one step. Never changes an answer."""
+
+    method: SpeculationMethod = "none"
+    """`ngram`: looks up what followed the latest tokens earlier in prompt and answer."""
+    max_tokens: int = 6
+    """Guessed at most for one sequence in one step; as many as pay, by measured times and acceptance."""
+
+    def __post_init__(self) -> None:
+        check_range("speculation_tokens", self.max_tokens, 1, 64)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one engine needs to know besides the model."""
 
@@ -87,6 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
     def __post_init__(self) -> None:
         if self.threads is not None:

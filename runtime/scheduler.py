@@ -9,13 +9,15 @@ arrival, where a step of priority is a head start of `priority_step_s`. A waitin
 just filling (a running sequence, a transfer) is passed over until that block is sealed or withdrawn: nothing is
 computed twice. One that lacks blocks is passed by others that have enough, `max_bypass` times; from then on nobody
 takes new blocks before it does. Blocks for all known tokens are leased at admission, further ones as the sequence
-grows; when none is left, the last sequence in order is preempted.
+grows; when none is left, the last sequence in order is preempted. What tokens and blocks then are left over may
+lengthen decodes by drafted tokens; blocks that these needed in vain are given back with the step.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 
@@ -25,6 +27,8 @@ from kvferry.runtime.ids import BlockHash, BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.hashing import hash_block
 from kvferry.runtime.kv.pool import BlockPool
 from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.acceptance import accept
+from kvferry.runtime.speculation.speculator import Speculator
 from kvferry.runtime.step import Row, SampledToken, SampleInput
 
 MAX_BLOCKED = 8
@@ -43,6 +47,9 @@ class Batch(msgspec.Struct):
     samples: list[SampleInput]
     num_prefill_tokens: int
     num_decodes: int
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Of the drafted tokens; known when the step is committed."""
 
 
 class Scheduler:
@@ -61,6 +68,7 @@ class Scheduler:
         on_admitted: Callable[[Sequence], None] = lambda _: None,
         waits_for: Callable[[Sequence, BlockHash], bool] | None = None,
         holds_blocks: Callable[[Sequence], bool] = lambda _: False,
+        speculator: Speculator | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -68,6 +76,7 @@ class Scheduler:
         self._on_admitted = on_admitted
         self._waits_for = waits_for or (lambda _, block_hash: pool.is_pending(block_hash))
         self._holds_blocks = holds_blocks
+        self._speculator = speculator
         self.waiting: list[Sequence] = []
         self.blocked: list[Sequence] = []
         """Of those that wait: the first ones that the last plan had no blocks for."""
@@ -96,6 +105,8 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         if sequence in self.blocked:
             self.blocked.remove(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence.key)
         self._release(sequence)
 
     def sequences(self) -> list[Sequence]:
@@ -114,6 +125,9 @@ class Scheduler:
             if self._grow(sequence, now_ns):
                 budget -= self._add_row(batch, sequence, budget, now_ns)
         blocked = self._admit(batch, budget, now_ns)
+        if self._speculator is not None and batch.num_decodes:
+            self._speculate(batch, self._config.max_batch_tokens - sum(len(p.row.token_ids) for p in batch.planned))
+        batch.samples = [sample for planned in batch.planned for sample in _samples(planned)]
         self.is_stuck = blocked and not self.running
         return batch
 
@@ -226,20 +240,9 @@ class Scheduler:
         count = min(sequence.num_uncomputed, budget)
         end = start + count
         num_blocks = -(-end // self._pool.block_size)
-        sample = end == len(sequence.tokens)
-        row = Row(sequence.tokens[start:end], start, sequence.block_ids[:num_blocks], sample)
+        num_samples = int(end == len(sequence.tokens))
+        row = Row(sequence.tokens[start:end], start, sequence.block_ids[:num_blocks], num_samples)
         batch.planned.append(PlannedRow(sequence, row))
-        if sample:
-            batch.samples.append(
-                SampleInput(
-                    key=sequence.key,
-                    params=sequence.request.sampling,
-                    position=sequence.num_output,
-                    prompt_token_ids=sequence.request.prompt_token_ids,
-                    output_token_ids=sequence.tokens[sequence.num_prompt :],
-                    banned_token_ids=sequence.banned(),
-                )
-            )
         if sequence.begin_ns is None:
             sequence.begin_ns = now_ns
         if count == 1 and sequence.num_output:
@@ -247,6 +250,23 @@ class Scheduler:
         else:
             batch.num_prefill_tokens += count
         return count
+
+    def _speculate(self, batch: Batch, budget: int) -> None:
+        """Lengthens decodes by drafts. Takes only what nobody else wants in this step."""
+        assert self._speculator is not None
+        decodes = [p for p in batch.planned if len(p.row.token_ids) == 1 and p.sequence.num_output]
+        drafts = self._speculator.drafts([p.sequence for p in decodes], budget)
+        for planned, draft in zip(decodes, drafts, strict=True):
+            sequence, row, size = planned.sequence, planned.row, self._pool.block_size
+            if not draft:
+                continue
+            lacking = -(-(len(sequence.tokens) + len(draft)) // size) - len(sequence.block_ids)
+            sequence.block_ids += self._pool.lease(max(0, min(lacking, self._pool.num_available)))
+            del draft[len(sequence.block_ids) * size - len(sequence.tokens) :]
+            row.token_ids += draft
+            row.block_ids = list(sequence.block_ids)
+            row.num_samples += len(draft)
+            batch.num_drafted += len(draft)
 
     def _preempt(self, sequence: Sequence, now_ns: int) -> None:
         sequence.preempted_ns = now_ns
@@ -262,21 +282,37 @@ class Scheduler:
         sequence.num_computed = sequence.num_sealed = 0
 
     # ------------------------------------------------------------- committing
-    def commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
-        """Seals what was filled and appends what was drawn. The caller judges ends and removes."""
+    def commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, list[SampledToken]]]:
+        """Seals what was filled and appends what was drawn: one token or, after drafts, several.
+
+        The caller judges ends and removes; only the last of several tokens may be an end.
+        """
         if len(sampled) != len(batch.samples):
             raise InvariantBroken(f"{len(batch.samples)} rows to sample, {len(sampled)} tokens came back")
         tokens = iter(sampled)
-        drawn: list[tuple[Sequence, SampledToken]] = []
+        drawn: list[tuple[Sequence, list[SampledToken]]] = []
         for planned in batch.planned:
             sequence, row = planned.sequence, planned.row
-            sequence.num_computed = row.start + len(row.token_ids)
+            new = accept(row.draft, list(islice(tokens, row.num_samples)))
+            sequence.num_computed = row.start + len(row.token_ids) - (row.num_samples - len(new))
+            sequence.tokens += [token.token_id for token in new]
             self._seal(sequence)
-            if row.sample:
-                token = next(tokens)
-                sequence.tokens.append(token.token_id)
-                drawn.append((sequence, token))
+            if new:
+                drawn.append((sequence, new))
+            if row.draft:
+                self._judge(batch, sequence, len(row.draft), len(new) - 1)
         return drawn
+
+    def _judge(self, batch: Batch, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """After a row with drafts: blocks that only rejected tokens needed go back. What else these left in the last
+        block, the next row overwrites."""
+        assert self._speculator is not None
+        self._speculator.judge(sequence, num_drafted, num_accepted)
+        batch.num_accepted += num_accepted
+        num_blocks = -(-len(sequence.tokens) // self._pool.block_size)
+        for block_id in sequence.block_ids[num_blocks:]:
+            self._pool.release(block_id)
+        del sequence.block_ids[num_blocks:]
 
     def _seal(self, sequence: Sequence) -> None:
         size = self._pool.block_size
@@ -303,8 +339,28 @@ class Scheduler:
             "a waiting sequence holds blocks": not any(s.block_ids for s in self.waiting),
             "too many run": len(self.running) <= self._config.max_sequences,
             "a table is too short": all(len(s.block_ids) * size >= s.num_computed for s in self.running),
+            "a table is longer than its tokens": all(
+                (len(s.block_ids) - 1) * size < len(s.tokens) for s in self.running
+            ),
             "a full block is not sealed": all(s.num_sealed == s.num_computed // size for s in self.running),
         }
         for words, holds in rules.items():
             if not holds:
                 raise InvariantBroken(f"scheduler: {words}")
+
+
+def _samples(planned: PlannedRow) -> list[SampleInput]:
+    """One for each wanted row of logits, with the history that it has if all before it in the draft is right."""
+    sequence, draft = planned.sequence, planned.row.draft
+    output = sequence.tokens[sequence.num_prompt :] if planned.row.num_samples else []
+    return [
+        SampleInput(
+            key=sequence.key,
+            params=sequence.request.sampling,
+            position=len(output) + i,
+            prompt_token_ids=sequence.request.prompt_token_ids,
+            output_token_ids=[*output, *draft[:i]] if i else output,
+            banned_token_ids=sequence.banned(len(output) + i),
+        )
+        for i in range(planned.row.num_samples)
+    ]

@@ -67,9 +67,16 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
-    def banned(self) -> list[int]:
-        """Tokens that may not be drawn next: ends of sequence, until `min_tokens` are there."""
-        return sorted(self.stops) if self.num_output < self.request.sampling.min_tokens else []
+    def num_left(self, max_context: int) -> int:
+        """Tokens until it ends by its length or is handed over."""
+        limit = min(self.request.sampling.max_tokens, max_context - self.num_prompt)
+        if self.request.handoff_after is not None:
+            limit = min(limit, self.request.handoff_after)
+        return limit - self.num_output
+
+    def banned(self, position: int) -> list[int]:
+        """Tokens that may not be drawn there: ends of sequence, until `min_tokens` are there."""
+        return sorted(self.stops) if position < self.request.sampling.min_tokens else []
 
     def finish_reason(self, max_context: int) -> FinishReason | None:
         """Judges the sequence after its last token was appended."""

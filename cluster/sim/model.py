@@ -83,7 +83,11 @@ class Blocks:
                 for head in self._heads:
                     head[slot] = value
         inputs = iter(samples)
-        return [self._sample(row, next(inputs)) for row in rows if row.sample]
+        return [
+            self._sample(row, length, next(inputs))
+            for row in rows
+            for length in range(len(row.token_ids) - row.num_samples + 1, len(row.token_ids) + 1)
+        ]
 
     def _context(self, block_ids: list[BlockId], length: int) -> bytes:
         first, *others = (
@@ -95,9 +99,10 @@ class Blocks:
             raise ForeignRead(f"blocks {block_ids} hold unfilled slots: {first.hex()}")
         return first
 
-    def _sample(self, row: Row, given: SampleInput) -> SampledToken:
+    def _sample(self, row: Row, length: int, given: SampleInput) -> SampledToken:
+        """After the first `length` tokens of the row."""
         params, position = given.params, given.position
-        context = zlib.crc32(self._context(row.block_ids, row.start + len(row.token_ids)))
+        context = zlib.crc32(self._context(row.block_ids, row.start + length))
         token = _draw(context, params.seed or 0, given.key.index, position, given.banned_token_ids)
         return SampledToken(token, None if params.logprobs is None else Logprob(token, logprob_of(token, position)))
 

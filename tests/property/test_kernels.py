@@ -96,7 +96,7 @@ def test_attention(case: tuple[KVStorage, list[Row], int, int]) -> None:
         assert batch.positions[mine].tolist() == list(range(row.start, row.start + len(row.token_ids)))
         expected = reference.paged_attention(q[mine], k_cache, v_cache, row.block_ids, row.start)
         torch.testing.assert_close(got[mine].double(), expected, rtol=0, atol=TOLERANCE[dtype])
-    assert len(batch.sample_index) == sum(row.sample for row in rows)
+    assert len(batch.sample_index) == sum(row.num_samples for row in rows)
 
 
 def tokens_in_batch_order(rows: list[Row], block_size: int) -> list[Row]:

@@ -59,9 +59,9 @@ class ToyRunner:
             length = row.start + len(row.token_ids)
             context = [self.blocks[row.block_ids[p // self.size]][p % self.size] for p in range(length)]
             assert POISON not in context, "a row read a slot that nobody filled"
-            if row.sample:
+            for end in range(length - row.num_samples + 1, length + 1):
                 given = next(inputs)
-                token = toy_next(context, given.params.seed or 0, given.key.index)
+                token = toy_next(context[:end], given.params.seed or 0, given.key.index)
                 while token in given.banned_token_ids:
                     token = (token + 1) % VOCAB
                 sampled.append(SampledToken(token))

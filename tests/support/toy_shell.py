@@ -56,7 +56,7 @@ class ToyRank:
     def execute(self, plan: StepPlan, samples: list[Any]) -> StepResult:
         if any(99_999 in row.token_ids for row in plan.rows) and self.rank == 0:
             os._exit(3)
-        return StepResult([SampledToken(next_token(row.token_ids)) for row in plan.rows if row.sample])
+        return StepResult([SampledToken(next_token(row.token_ids)) for row in plan.rows if row.num_samples])
 
     def close(self) -> None: ...
 
@@ -154,7 +154,7 @@ class ToyEngine:
         if keys:
             time.sleep(STEP_S)
         rows = [
-            Row([*self.running[key][0].prompt_token_ids, *self.running[key][1]], 0, [], sample=True) for key in keys
+            Row([*self.running[key][0].prompt_token_ids, *self.running[key][1]], 0, [], num_samples=1) for key in keys
         ]
         result = self.execute(StepPlan(step=self.num_steps, rows=rows), [])
         for key, sampled in zip(keys, result.sampled, strict=True):
