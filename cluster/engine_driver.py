@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 class EngineLike(Protocol):
     """The part of `kvferry.runtime.engine.Engine` that a leader drives."""
 
-    def submit(self, request: SequenceRequest, now_ns: int) -> None: ...
+    def submit(self, request: SequenceRequest, now_ns: int) -> bool: ...
     def cancel(self, key: SequenceKey) -> None: ...
     def expect(self, request: ExpectRequest, now_ns: int) -> Ticket: ...
     def send(self, ticket: Ticket, now_ns: int) -> None: ...
@@ -136,8 +136,8 @@ class EngineDriver:
         match message:
             case m.Submit(sequences=sequences):
                 for sequence in sequences:
-                    self._owner[sequence.key] = gateway
-                    engine.submit(_on_this_clock(sequence, now_ns), now_ns)
+                    if engine.submit(_on_this_clock(sequence, now_ns), now_ns):
+                        self._owner[sequence.key] = gateway
             case m.Cancel(keys=keys):
                 for key in keys:
                     engine.cancel(key)

@@ -24,6 +24,8 @@ HELLO_TIMEOUT_S = 10.0
 HEARTBEAT_S = 0.5
 STALL_S = 4.0
 """No heartbeat from an engine whose thread has not come around for so long: it counts as silent."""
+GATEWAY_SILENT_S = 30.0
+"""A gateway whose machine vanishes closes no connection: after so long without a message its stream ends."""
 MAX_QUEUED_FRAMES = 2048
 """A gateway that is further behind is disconnected; the engine never waits for one."""
 
@@ -181,8 +183,18 @@ class Hub:
         return hello
 
     async def _read(self, connection: _Connection, requests: AsyncIterator[bytes]) -> None:
-        async for data in requests:
-            await self._post(connection.name, m.decode_to_group(data))
+        while True:
+            try:
+                async with asyncio.timeout(GATEWAY_SILENT_S):
+                    data = await anext(requests, None)
+            except TimeoutError:
+                _log.warning("gateway_silent", gateway=connection.name, seconds=GATEWAY_SILENT_S)
+                return
+            if data is None:
+                return
+            message = m.decode_to_group(data)
+            if not isinstance(message, m.Alive):
+                await self._post(connection.name, message)
 
     async def _post(self, gateway: str, message: m.ToGroup | GatewayClosed) -> None:
         """Waits, bounded, for room in the inbox: what the engine cannot take holds up its sender."""

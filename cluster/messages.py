@@ -69,7 +69,11 @@ class Query(msgspec.Struct, frozen=True, tag=True, array_like=True):
     what: str
 
 
-ToGroup = Hello | Submit | Cancel | Expect | SendTicket | EndTransfer | Renew | PeerGone | Query
+class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A gateway's heartbeat, sent when it has had nothing else to say for a while."""
+
+
+ToGroup = Hello | Alive | Submit | Cancel | Expect | SendTicket | EndTransfer | Renew | PeerGone | Query
 
 
 # ---------------------------------------------------------------- group → gateway

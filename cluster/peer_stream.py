@@ -13,6 +13,7 @@ gateway tells the supervisor, which replaces the group under a new epoch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,8 @@ METHOD = "Open"
 MAX_MESSAGE_BYTES = 64 << 20
 """A snapshot of a million hashes is 18 MB."""
 MAX_QUEUED_FRAMES = 4096
+ALIVE_S = 2.0
+"""A gateway that has said nothing for so long sends `Alive`."""
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -85,6 +88,7 @@ class RemoteGroup:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 1
         self._closed = False
+        self._alive_s = ALIVE_S
         self._clock = asyncio.get_running_loop().time
         self._last_frame = self._clock()
         self._pump = asyncio.create_task(self._run(), name=f"peer-stream-{info.address.peer}")
@@ -205,7 +209,11 @@ class RemoteGroup:
 
     async def _write(self) -> None:
         while True:
-            await self._call.write(m.encode(await self._outgoing.get()))
+            message: m.ToGroup = m.Alive()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._alive_s):
+                    message = await self._outgoing.get()
+            await self._call.write(m.encode(message))
 
     async def _read(self) -> None:
         while isinstance(data := await self._call.read(), bytes):

@@ -105,19 +105,22 @@ class Engine:
         """Something happened since the last step that found nothing to do."""
 
     # ------------------------------------------------------------- sequences
-    def submit(self, request: SequenceRequest, now_ns: int) -> None:
-        """Queues a sequence. Idempotent by key; a newer attempt replaces an older one. Errors come as events."""
+    def submit(self, request: SequenceRequest, now_ns: int) -> bool:
+        """Queues a sequence. Idempotent by key; a newer attempt replaces an older one. Errors come as events.
+
+        False: it is known, or older than what is known; no further events will come for it.
+        """
         self._changed = True
         key = request.key
         if (known := self.scheduler.latest(key)) is not None:
             if known.key.attempt >= key.attempt:
-                return
+                return False
             self.cancel(known.key)
         try:
             self._check(request, now_ns)
         except KvferryError as error:
             self._fail(key, len(request.output_token_ids), error)
-            return
+            return True
         root = salted_root(self.hash_root, request.cache_salt)
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         self._num_submitted += 1
@@ -130,6 +133,7 @@ class Engine:
         if (sends := request.sends_transfer_id) is not None:
             self._senders[sends] = self._senders.get(sends, 0) + 1
             self.outbound.prefill_begins(sends)
+        return True
 
     def _check(self, request: SequenceRequest, now_ns: int) -> None:
         check_length(len(request.prompt_token_ids) + len(request.output_token_ids), self.max_context)

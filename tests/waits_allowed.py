@@ -27,7 +27,6 @@ ALLOWED: dict[str, str] = {
     "cluster/group.py FrameSocket._exactly self._sock.recv_into": _SILENCE + "; keepalive finds a dead host",
     "cluster/hub.py Hub.open_stream connection.overrun.wait": "cancelled with the stream it belongs to",
     "cluster/hub.py Hub.open_stream await asyncio.wait()": "a gateway may be silent for as long as its stream stands",
-    "cluster/hub.py Hub._read async for requests": "a gateway may be silent for as long as its stream stands",
     "cluster/hub.py Hub._write await context.write()": "a gateway that does not read overruns its queue and is cut off",
     "cluster/hub.py Hub._write await connection.frames.get()": _OWN_QUEUE,
     "cluster/launch.py RunningCluster.usable await asyncio.shield()": "set when the deployment is usable or ends",
@@ -36,7 +35,6 @@ ALLOWED: dict[str, str] = {
     "cluster/launch.py RunningCluster._ray_lost await self._closing.wait()": "serves until it is told to close",
     "cluster/launch.py RunningCluster._until_closed await asyncio.wait()": "serves until it is told to close",
     "cluster/peer_stream.py RemoteGroup._write await self._call.write()": _SILENCE,
-    "cluster/peer_stream.py RemoteGroup._write await self._outgoing.get()": _OWN_QUEUE,
     "cluster/peer_stream.py RemoteGroup._read await self._call.read()": _SILENCE,
     "cluster/placing.py Placer._wait await record.wake.wait()": "woken by events and membership; its deadline is "
     "around it, and a group that falls silent is abandoned, which wakes it",

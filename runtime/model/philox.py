@@ -6,6 +6,7 @@ Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; known
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +29,26 @@ def philox4x32(counter: npt.NDArray[np.uint32], key: npt.NDArray[np.uint32]) -> 
     return np.stack((c0, c1, c2, c3), axis=-1)
 
 
-def uniform(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """One draw in `[0, 1)` (53 bits) for each (64-bit seed, sequence index, position)."""
-    key = np.array([(s & 0xFFFFFFFF, s >> 32) for s in seeds], dtype=np.uint32).reshape(-1, 2)
-    counter = np.zeros((len(positions), 4), dtype=np.uint32)
-    counter[:, 0], counter[:, 1] = positions, indices
-    words = philox4x32(counter, key)
+class Draw(NamedTuple):
+    """What a random number is a function of, besides what it is drawn for."""
+
+    seed: int
+    """64 bits."""
+    sequence: int
+    """Index of the sequence in its request."""
+    position: int
+
+
+def gumbel(draws: Sequence[Draw], items: npt.NDArray[np.int64], kind: int) -> npt.NDArray[np.float64]:
+    """One number of the Gumbel distribution for each row's draw and each of its `items` `[R, K]` of some kind."""
+    num_rows, num_items = items.shape
+    counter = np.empty((num_rows, num_items, 4), dtype=np.uint32)
+    counter[..., 0] = np.array([[d.position] for d in draws])
+    counter[..., 1] = np.array([[d.sequence] for d in draws])
+    counter[..., 2], counter[..., 3] = items, kind
+    key = np.array([(d.seed & 0xFFFFFFFF, d.seed >> 32) for d in draws], dtype=np.uint32)
+    words = philox4x32(counter.reshape(-1, 4), np.repeat(key, num_items, axis=0))
     high, low = words[:, 0].astype(np.uint64), words[:, 1].astype(np.uint64)
-    return ((high << np.uint64(32) | low) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    fraction = ((high << np.uint64(32) | low) >> np.uint64(12)).astype(np.float64) * 2.0**-52 + 2.0**-53
+    noise: npt.NDArray[np.float64] = -np.log(-np.log(fraction))  # the fraction is never 0 nor 1
+    return noise.reshape(num_rows, num_items)

@@ -4,7 +4,10 @@
         │ banned ids, logit bias, repetition penalty, presence and frequency penalties
         ├──▶ greedy: argmax
         │ temperature, min_p, top_k, top_p
-        └──▶ one uniform draw (Philox: seed, index, position) through the inverse of the cumulated probabilities
+        └──▶ the largest of logit + Gumbel noise (Philox: seed, index, position, token), which draws by probability
+
+Why not one uniform draw through the cumulated probabilities: there each of the many borders between tokens moves when
+logits are rounded otherwise (another batch, another worker), and the token changes about a hundred times as often.
 
 Batched operations are only those whose result for a row is the same, bit for bit, whatever rows stand beside it.
 Legend: R rows, V vocabulary.
@@ -16,15 +19,15 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvferry.runtime.errors import DeviceError
-from kvferry.runtime.model.philox import uniform
+from kvferry.runtime.model.philox import Draw, gumbel
 from kvferry.runtime.request import Logprob, SamplingParams
 from kvferry.runtime.step import SampledToken, SampleInput
 
-_SEGMENT = 256
+_RUN = 64
+"""Tokens, and runs of tokens, that compete at a time."""
 _LEAST = float(np.finfo(np.float32).tiny)
 """What divides logits is at least this: smaller numbers, which are legal, would be 0 in float32."""
 
@@ -108,30 +111,35 @@ def _draw(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[int]:
     logits_RV.sub_(logits_RV.amax(dim=-1, keepdim=True)).div_(temperatures)
     for row, one in zip(logits_RV, inputs, strict=True):
         _filter(row, one.params)
-    probabilities = torch.softmax(logits_RV, dim=-1).cpu().numpy()
-    draws = uniform(
-        [one.params.seed or 0 for one in inputs],
-        [one.key.index for one in inputs],
-        [one.position for one in inputs],
-    )
-    return [_invert(row, draw) for row, draw in zip(probabilities, draws, strict=True)]
+    return _race(logits_RV, inputs)
 
 
-def _invert(probabilities_V: npt.NDArray[np.float32], draw: float) -> int:
-    """The first token, in the vocabulary's order, at which the cumulated probability exceeds `draw` of the total.
+def _race(scaled_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[int]:
+    """Draws by probability: the largest sum of logit and Gumbel noise wins. Mutates `scaled_RV`.
 
-    Sums are float64, first over segments and then within one: a cumulation over the whole vocabulary costs ten times
-    as much.
+    Runs of tokens compete first, by the logarithms of their sums, then runs within the winner, then its tokens: the
+    same distribution with two hundred draws of noise in place of one per token. Source: Gumbel 1954.
     """
-    cumulated = np.add.reduceat(probabilities_V, range(0, len(probabilities_V), _SEGMENT), dtype=np.float64).cumsum()
-    target = min(draw * cumulated[-1], np.nextafter(cumulated[-1], 0.0))  # the product may round up to the total
-    segment = int(cumulated.searchsorted(target, side="right"))
-    before = cumulated[segment - 1] if segment else 0.0
-    within = probabilities_V[segment * _SEGMENT : (segment + 1) * _SEGMENT]
-    place = int((before + within.cumsum(dtype=np.float64)).searchsorted(target, side="right"))
-    if place == len(within):  # the two sums differ by a rounding
-        place = int(within.nonzero()[0][-1])
-    return segment * _SEGMENT + place
+    num_rows, vocab = scaled_RV.shape
+    runs = -(-vocab // _RUN**2) * _RUN
+    weights = np.zeros((num_rows, runs * _RUN), dtype=np.float32)
+    weights[:, :vocab] = scaled_RV.exp_().cpu().numpy()
+    leaves = weights.reshape(num_rows, runs, _RUN)
+    sums = leaves.sum(axis=-1, dtype=np.float64)
+    levels = [sums.reshape(num_rows, -1, _RUN).sum(axis=-1)[:, None], sums.reshape(num_rows, -1, _RUN), leaves]
+    rows, winner = np.arange(num_rows), np.zeros(num_rows, dtype=np.int64)
+    for depth, level in enumerate(levels):
+        contenders = level[rows, winner]
+        ids = winner[:, None] * contenders.shape[1] + np.arange(contenders.shape[1])
+        with np.errstate(divide="ignore"):
+            noisy = np.log(contenders, dtype=np.float64) + gumbel(_counters(inputs), ids, depth)
+        winner = ids[rows, noisy.argmax(axis=1)]
+    tokens: list[int] = winner.tolist()
+    return tokens
+
+
+def _counters(inputs: Sequence[SampleInput]) -> list[Draw]:
+    return [Draw(one.params.seed or 0, one.key.index, one.position) for one in inputs]
 
 
 def _filter(scaled_V: torch.Tensor, p: SamplingParams) -> None:

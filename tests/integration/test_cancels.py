@@ -29,6 +29,8 @@ class Plan(msgspec.Struct, frozen=True):
     prompt: list[int]
     sampling: SamplingParams
     leave_after_s: float | None = None
+    leave_after_first_s: float | None = None
+    """Counted from the first token."""
     leave_after_tokens: int | None = None
     timeout_s: float | None = None
 
@@ -51,6 +53,7 @@ def make_plans(seed: int) -> list[Plan]:
                 {"leave_after_s": 0.0},
                 {"leave_after_s": rng.random() * 0.05},
                 {"leave_after_s": rng.random() * 1.0},
+                {"leave_after_first_s": rng.random() * 0.05},
                 {"leave_after_tokens": 1},
                 {"leave_after_tokens": rng.randint(2, 60)},
                 {"timeout_s": 0.01 + rng.random() * 0.5},
@@ -66,9 +69,11 @@ async def read(deployment: Deployment, plan: Plan, texts: dict[int, list[int]]) 
     num_tokens, error = 0, None
     events = deployment.client.stream(plan.prompt, plan.sampling, timeout_s=plan.timeout_s or 120.0)
     try:
-        async with asyncio.timeout(plan.leave_after_s), aclosing(events):
+        async with asyncio.timeout(plan.leave_after_s) as leave, aclosing(events):
             async for event in events:
                 if isinstance(event, Delta):
+                    if plan.leave_after_first_s is not None and not num_tokens:
+                        leave.reschedule(asyncio.get_running_loop().time() + plan.leave_after_first_s)
                     texts.setdefault(event.index, []).extend(event.token_ids)
                     num_tokens += len(event.token_ids)
                 if plan.leave_after_tokens is not None and num_tokens >= plan.leave_after_tokens:

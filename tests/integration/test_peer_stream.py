@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.cluster import hub as hub_module
 from kvferry.cluster import messages as m
+from kvferry.cluster import peer_stream as stream_module
 from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE, RemoteGroup
 from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks, Unauthenticated
 from kvferry.runtime.ids import TransferId
@@ -94,6 +95,28 @@ async def test_two_gateways_see_all_kv_events_but_only_their_tokens(leader: Lead
     assert snapshot.seq >= next(frame.seq for frame in two.frames if frame.kv)
     for port in ports:
         await port.close()
+
+
+async def test_a_gateway_that_vanishes_is_noticed_and_a_quiet_one_is_not(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a machine that vanishes closes no connection, and what it asked for runs on for nobody."""
+    monkeypatch.setattr(hub_module, "GATEWAY_SILENT_S", 1.0)
+    monkeypatch.setattr(stream_module, "ALIVE_S", 0.2)
+    quiet, vanished = Gateway(), Gateway()
+    port = await quiet.connect(leader.target)
+    monkeypatch.setattr(stream_module, "ALIVE_S", 60.0)
+    other = await vanished.connect(leader.target)
+    other.submit([toy.sequence("r", [1, 2, 3], max_tokens=10**6)])
+    await vanished.wait(lambda: bool(vanished.tokens))
+    await vanished.wait(lambda: bool(vanished.down))
+    async with asyncio.timeout(5):
+        while leader.engine.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert leader.hub.num_connections == 1
+    assert not quiet.down
+    for each in (port, other):
+        await each.close()
 
 
 async def test_calls_return_tickets_or_the_group_s_own_error(leader: Leader) -> None:

@@ -297,3 +297,15 @@ def test_deadlines_hold_between_skewed_clocks(ahead_s: int) -> None:
     leader.step()
     leader.step()
     assert leader.driver.owners() == []
+
+
+def test_a_submission_that_comes_late_has_no_owner() -> None:
+    """Fault: the older attempt that arrives after the newer one is remembered for ever."""
+    leader = Leader()
+    newer = toy_request("r", [1, 2, 3], 3, attempt=2)
+    for request in (newer, msgspec.structs.replace(newer, key=msgspec.structs.replace(newer.key, attempt=1)), newer):
+        leader.driver.handle("gateway", m.Submit([request]))
+    assert len(leader.driver.owners()) == 1
+    while leader.toy.engine.has_work():
+        leader.step()
+    assert leader.driver.owners() == []

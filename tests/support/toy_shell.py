@@ -97,11 +97,13 @@ class ToyEngine:
         self.num_steps = 0
         self.deadline_ns: int | None = None
 
-    def submit(self, request: SequenceRequest, now_ns: int) -> None:
+    def submit(self, request: SequenceRequest, now_ns: int) -> bool:
         if request.transfer_id is not None:
             self.inbound.pop(request.transfer_id, None)
-        if request.key not in self.running:
-            self.running[request.key] = (request, list(request.output_token_ids))
+        if request.key in self.running:
+            return False
+        self.running[request.key] = (request, list(request.output_token_ids))
+        return True
 
     def cancel(self, key: SequenceKey) -> None:
         self.calls.append(("cancel", key))

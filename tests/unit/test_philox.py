@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvferry.runtime.model.philox import philox4x32, uniform
+from kvferry.runtime.model.philox import Draw, gumbel, philox4x32
 
 pytestmark = pytest.mark.core
 
@@ -25,17 +25,20 @@ def test_known_answers() -> None:
 
 def test_a_draw_is_a_function_of_its_own_key_and_counter() -> None:
     """A draw that changes with the batch around it would make batching visible."""
-    seeds, indices, positions = [0, 1, 2**64 - 1, 5], [0, 3, 127, 0], [0, 9, 4000, 2**31]
-    together = uniform(seeds, indices, positions)
-    alone = [uniform([s], [i], [p])[0] for s, i, p in zip(seeds, indices, positions, strict=True)]
-    assert together.tolist() == alone
-    assert len({*alone, uniform([2**32], [0], [0])[0], uniform([0], [1], [0])[0], uniform([0], [0], [1])[0]}) == 7
+    draws = [Draw(0, 0, 0), Draw(1, 3, 9), Draw(2**64 - 1, 127, 4000), Draw(5, 0, 2**31)]
+    items = np.array([[0, 5], [1, 5], [2, 5], [3, 2**31]])
+    together = gumbel(draws, items, 1)
+    alone = [gumbel([draw], row[None], 1)[0] for draw, row in zip(draws, items, strict=True)]
+    assert np.array_equal(together, alone)
+    others = [gumbel([draw], items[:1], 1)[0] for draw in (Draw(2**32, 0, 0), Draw(0, 1, 0), Draw(0, 0, 1))]
+    others += [gumbel([Draw(0, 0, 0)], items[:1], 2)[0]]
+    assert len({*together.flat, *np.array(others).flat}) == together.size + 8
 
 
-def test_draws_are_uniform() -> None:
-    """Also in the range's ends: 1.0 would point behind the vocabulary."""
-    draws = uniform([7] * 20_000, [0] * 20_000, range(20_000))
-    assert 0.0 <= draws.min() < 0.001
-    assert 0.999 < draws.max() < 1.0
-    counts, _ = np.histogram(draws, bins=50, range=(0, 1))
-    assert ((counts - 400) ** 2 / 400).sum() < 100  # chi-square, 49 degrees of freedom: 100 has probability 2e-5
+def test_noise_is_gumbel_and_each_token_has_its_own() -> None:
+    """The token with the largest noisy logit is drawn by its probability only if the noise is just this one."""
+    noise = gumbel([Draw(3, 0, 9), Draw(4, 1, 9)], np.arange(50_000).reshape(1, -1).repeat(2, axis=0), 0)
+    assert len(np.unique(noise)) == noise.size
+    for row in noise:
+        counts, _ = np.histogram(np.exp(-np.exp(-row)), bins=50, range=(0, 1))
+        assert ((counts - 1000) ** 2 / 1000).sum() < 100  # chi-square, 49 degrees of freedom: 100 has probability 2e-5
