@@ -34,7 +34,7 @@ from kvferry.runtime.reports import EngineAudit, EngineLoad, StepOutput
 from kvferry.runtime.request import FinishReason, SequenceRequest, TokenEvent, check_length
 from kvferry.runtime.scheduler import Scheduler
 from kvferry.runtime.sequence import Sequence
-from kvferry.runtime.speculation.speculator import make_speculator
+from kvferry.runtime.speculation.speculator import Proposer, make_speculator
 from kvferry.runtime.step import CloseLink, OpenLink, SampledToken, SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.inbound import Inbound
 from kvferry.runtime.transfer.outbound import Outbound
@@ -67,6 +67,7 @@ class Engine:
         max_context: int,
         execute: Execute,
         clock: Callable[[], int] = time.time_ns,
+        proposer: Proposer | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -74,7 +75,7 @@ class Engine:
         self.hash_root = hash_root
         self.max_context = min(max_context, num_blocks * layout.block_size)
         self.pool = BlockPool(num_blocks, layout.block_size)
-        self._speculator = make_speculator(config.speculation, self.max_context, clock)
+        self._speculator = make_speculator(config.speculation, self.max_context, clock, proposer)
         self.scheduler = Scheduler(
             config.scheduler,
             self.pool,

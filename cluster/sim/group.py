@@ -16,10 +16,10 @@ from kvferry.cluster.engine_driver import EngineDriver, GatewayClosed, Output
 from kvferry.cluster.hub import Hub
 from kvferry.cluster.sim.links import Find, LinkNoise, Links
 from kvferry.cluster.sim.loop import SkewedClock
-from kvferry.cluster.sim.model import NUM_HEADS, ROOT, Blocks, layout
+from kvferry.cluster.sim.model import NUM_HEADS, ROOT, Blocks, Guesses, layout
 from kvferry.cluster.sim.network import Network, Process
 from kvferry.cluster.sim.trace import Trace
-from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig, TransferConfig
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import Peer
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
@@ -42,6 +42,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     """A step without tokens."""
     token_s: float
     """What each token adds."""
+    speculation: int
+    """Tokens drafted at most for a sequence in a step; 0: no speculation."""
 
 
 class SimGroup:
@@ -89,9 +91,12 @@ class SimGroup:
             cache=CacheConfig(block_size=self.layout.block_size, num_blocks=shape.num_blocks),
             scheduler=scheduler,
             transfer=TransferConfig(transport="local", blocks_per_message=2, timeout_s=transfer_timeout_s),
+            speculation=SpeculationConfig(
+                method="ngram" if shape.speculation else "none", max_tokens=max(1, shape.speculation)
+            ),
         )
         self.engine = Engine(
-            config, self.layout, shape.num_blocks, ROOT, address, 1 << 20, self._execute, self.clock_ns
+            config, self.layout, shape.num_blocks, ROOT, address, 1 << 20, self._execute, self.clock_ns, Guesses()
         )
         self.links = Links(self, find, noise, transfer_timeout_s, trace, random.Random(f"{seed}/links {peer}"))
         self.hub = Hub(self._info(address, scheduler), SECRET)
@@ -238,3 +243,6 @@ class SimGroup:
         self._heartbeat.cancel()
         if self.engine.scheduler.num_preemptions:
             self._trace.observed["preemption"] += self.engine.scheduler.num_preemptions
+        if drafted := self.engine.meters.drafted_tokens:
+            self._trace.observed["draft accepted"] += self.engine.meters.accepted_tokens
+            self._trace.observed["draft rejected"] += drafted - self.engine.meters.accepted_tokens

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
 
-from kvferry.runtime.ids import BlockId
+from kvferry.runtime.ids import BlockId, SequenceKey
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.request import Logprob, Request
+from kvferry.runtime.sequence import Sequence
 from kvferry.runtime.step import Row, SampledToken, SampleInput
 
 VOCAB = 240
@@ -64,6 +66,27 @@ def expected(request: Request, index: int) -> list[int]:
         output.append(_draw(context, sampling.seed or 0, index, len(output), banned))
         context = zlib.crc32(bytes([_slot(context, output[-1])]), context)
     return output
+
+
+class Guesses:
+    """Implements `speculator.Proposer`: what the model will draw, and now and then something else."""
+
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+        return [self._guess(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+
+    def _guess(self, sequence: Sequence, count: int) -> list[int]:
+        context, sampling = 0, sequence.request.sampling
+        for token in sequence.tokens:
+            context = zlib.crc32(bytes([_slot(context, token)]), context)
+        draft: list[int] = []
+        for position in range(sequence.num_output, sequence.num_output + count):
+            token = _draw(context, sampling.seed or 0, sequence.key.index, position, sequence.banned(position))
+            draft.append((token + (context % 4 == 0)) % VOCAB)
+            context = zlib.crc32(bytes([_slot(context, draft[-1])]), context)
+        return draft
+
+    def forget(self, key: SequenceKey) -> None:
+        pass
 
 
 class Blocks:

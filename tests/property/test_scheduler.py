@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.runtime.ids import SequenceKey
 from kvferry.runtime.request import SequenceRequest
-from tests.support.toy_engine import ToyEngine, toy_output, toy_request
+from tests.support.toy_engine import ToyEngine, ToyProposer, toy_output, toy_request
 
 pytestmark = pytest.mark.core
 SYSTEM = list(range(10))
@@ -23,9 +23,19 @@ BUDGET, MAX_SEQUENCES = 11, 3
 class SchedulerMachine(RuleBasedStateMachine):
     """The naive twin is `toy_output`: each sequence alone, without blocks."""
 
+    speculation = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.toy = ToyEngine(num_blocks=12, max_batch_tokens=BUDGET, max_sequences=MAX_SEQUENCES, max_waiting=6)
+        self.proposer = ToyProposer(wrong=5)
+        self.toy = ToyEngine(
+            num_blocks=12,
+            speculation=self.speculation,
+            proposer=self.proposer,
+            max_batch_tokens=BUDGET,
+            max_sequences=MAX_SEQUENCES,
+            max_waiting=6,
+        )
         self.requests: dict[SequenceKey, SequenceRequest] = {}
         self.cancelled: set[SequenceKey] = set()
         self.serial = 0
@@ -98,8 +108,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert audit.num_leased_blocks == 0
 
 
+class SpeculatingMachine(SchedulerMachine):
+    """Rows with drafts, right and wrong: a token accepted in vain, its KV sealed, a block kept that it needed."""
+
+    speculation = 5
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert not self.proposer.known, "a proposer is told of every end"
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestSpeculation = SpeculatingMachine.TestCase
+TestSpeculation.settings = TestScheduler.settings
 
 
 def test_prefix_of_simultaneous_arrivals_is_computed_once() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig, TransferConfig
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import SamplingParams, SequenceRequest
+from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.speculator import Proposer
 from kvferry.runtime.step import SampledToken, SampleInput, Send, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, RankAddress
 
@@ -74,6 +77,28 @@ class ToyRunner:
             self.blocks[block_id] = [POISON] * self.size
 
 
+class ToyProposer:
+    """Knows the truth and says something else behind every context whose last token divides by `wrong`."""
+
+    def __init__(self, wrong: int) -> None:
+        self.wrong = wrong
+        self.known: set[SequenceKey] = set()
+
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+        self.known |= {s.key for s in sequences}
+        return [self._guess(s, count) for s, count in zip(sequences, counts, strict=True)]
+
+    def _guess(self, sequence: Sequence, count: int) -> list[int]:
+        tokens = list(sequence.tokens)
+        for _ in range(count):
+            token = toy_next(tokens, sequence.request.sampling.seed or 0, sequence.key.index)
+            tokens.append((token + (tokens[-1] % self.wrong == 0)) % VOCAB)
+        return tokens[len(sequence.tokens) :]
+
+    def forget(self, key: SequenceKey) -> None:
+        self.known.discard(key)
+
+
 class Ticks:
     """A clock that moves by `tick_ns` each time it is read."""
 
@@ -97,13 +122,22 @@ def toy_layout(block_size: int = 4) -> KVLayout:
 class ToyEngine:
     """An engine over a toy runner, stepped by hand."""
 
-    def __init__(self, num_blocks: int = 32, block_size: int = 4, name: str = "toy", **scheduler: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        block_size: int = 4,
+        name: str = "toy",
+        speculation: int = 0,
+        proposer: Proposer | None = None,
+        **scheduler: Any,
+    ) -> None:
         self.runner = ToyRunner(num_blocks, block_size)
         self.clock = Ticks()
         config = EngineConfig(
             cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
             scheduler=SchedulerConfig(**scheduler),
             transfer=TransferConfig(transport="local", blocks_per_message=2),
+            speculation=SpeculationConfig(method="ngram" if speculation else "none", max_tokens=speculation or 1),
         )
         self.engine = Engine(
             config,
@@ -114,9 +148,15 @@ class ToyEngine:
             1 << 20,
             self.runner.execute,
             self.clock,
+            proposer,
         )
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.ends: dict[SequenceKey, str] = {}
+
+    def drafted(self) -> tuple[int, int]:
+        """Tokens drafted, and of these accepted."""
+        load = self.engine.load()
+        return load.drafted_tokens_total, load.accepted_tokens_total
 
     def submit(self, request: SequenceRequest) -> None:
         self.engine.submit(request, self.clock())
