@@ -9,7 +9,7 @@ import msgspec
 from kvferry.runtime.errors import InvalidArgument
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-SpeculationMethod = Literal["none", "ngram"]
+SpeculationMethod = Literal["none", "ngram", "draft"]
 TransportName = Literal["shm", "gloo", "nccl", "local"]
 
 
@@ -82,12 +82,18 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Guessing several tokens of an answer and checking them in one step. Never changes an answer."""
 
     method: SpeculationMethod = "none"
-    """`ngram`: looks up what followed the latest tokens earlier in prompt and answer."""
+    """`ngram`: looks up what followed the latest tokens earlier in prompt and answer. `draft`: asks a smaller model."""
     max_tokens: int = 6
     """Guessed at most for one sequence in one step; as many as pay, by measured times and acceptance."""
+    draft_model: str | None = None
+    """Like `model`; must have the same vocabulary."""
 
     def __post_init__(self) -> None:
         check_range("speculation_tokens", self.max_tokens, 1, 64)
+        if (self.method == "draft") != (self.draft_model is not None):
+            raise InvalidArgument(
+                "draft_model", self.draft_model, f"does not go with speculation {self.method!r}", "give both or none"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

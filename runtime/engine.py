@@ -282,9 +282,12 @@ class Engine:
         result = self._execute(plan, batch.samples)
         end = self._clock()
         drawn = self.scheduler.commit(batch, result.sampled)
-        self.meters.step(batch, (end - begin) / 1e9)
-        if self._speculator is not None and batch.num_decodes and not batch.num_prefill_tokens:
-            self._speculator.observe_step(batch.num_decodes, batch.num_drafted, (end - begin) / 1e9)
+        seconds = (end - begin) / 1e9
+        if self._speculator is not None and batch.num_decodes:
+            if not batch.num_prefill_tokens:
+                self._speculator.observe_step(batch.num_decodes, batch.num_drafted, seconds)
+            seconds += self._speculator.spent_s
+        self.meters.step(batch, seconds)
         stored, removed = self.pool.take_events()
         # Before ends, which say that no more will be sealed.
         self._plan.sends += self.outbound.sealed(self.pool.take_sealed())

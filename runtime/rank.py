@@ -19,6 +19,8 @@ from kvferry.runtime.model.fit import resolve_dtype, resolve_max_context, resolv
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
+from kvferry.runtime.speculation.draft import check_draft, load_draft
+from kvferry.runtime.speculation.speculator import Proposer
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.links import Links
@@ -55,6 +57,9 @@ class Rank:
         self.hash_root = hash_root({"model": model_identity(files), **self.layout.content_fields})
         self.rank = rank
         self._config = config
+        speculation = config.speculation
+        if speculation.draft_model is not None and rank == 0:
+            check_draft(speculation.draft_model, files, self.spec)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._cores = None
         if config.threads is not None:
@@ -68,6 +73,11 @@ class Rank:
         finally:
             weights.close()
         self.storage = KVStorage(self.layout, self.num_blocks, device)
+        self.proposer: Proposer | None = None
+        """Guesses for the engine, which runs where rank 0 is."""
+        if speculation.draft_model is not None and rank == 0:
+            block_size = config.cache.block_size
+            self.proposer = load_draft(speculation.draft_model, self.dtype, block_size, self.num_blocks, device)
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._secret = secret.encode()
         self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)

@@ -127,7 +127,9 @@ class Scheduler:
         blocked = self._admit(batch, budget, now_ns)
         if self._speculator is not None and batch.num_decodes:
             self._speculate(batch, self._config.max_batch_tokens - sum(len(p.row.token_ids) for p in batch.planned))
-        batch.samples = [sample for planned in batch.planned for sample in _samples(planned)]
+        batch.samples = [
+            p.sequence.sample_input(p.row.draft[:i]) for p in batch.planned for i in range(p.row.num_samples)
+        ]
         self.is_stuck = blocked and not self.running
         return batch
 
@@ -347,20 +349,3 @@ class Scheduler:
         for words, holds in rules.items():
             if not holds:
                 raise InvariantBroken(f"scheduler: {words}")
-
-
-def _samples(planned: PlannedRow) -> list[SampleInput]:
-    """One for each wanted row of logits, with the history that it has if all before it in the draft is right."""
-    sequence, draft = planned.sequence, planned.row.draft
-    output = sequence.tokens[sequence.num_prompt :] if planned.row.num_samples else []
-    return [
-        SampleInput(
-            key=sequence.key,
-            params=sequence.request.sampling,
-            position=len(output) + i,
-            prompt_token_ids=sequence.request.prompt_token_ids,
-            output_token_ids=[*output, *draft[:i]] if i else output,
-            banned_token_ids=sequence.banned(len(output) + i),
-        )
-        for i in range(planned.row.num_samples)
-    ]

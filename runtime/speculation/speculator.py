@@ -42,6 +42,8 @@ class Speculator:
         self._records: dict[SequenceKey, Record] = {}
         self._cost = StepCost()
         self._steps_since_trial = 0
+        self.spent_s = 0.0
+        """On the last step's drafts."""
 
     def drafts(self, sequences: SequenceOf[Sequence], budget: int) -> list[list[int]]:
         """What to check behind each sequence's last token, together at most `budget` tokens.
@@ -54,7 +56,8 @@ class Speculator:
             budget -= counts[i]
         begin = self._clock()
         drafts = self._proposer.propose(sequences, counts)
-        self._cost.observe_proposals(sum(map(len, drafts)), (self._clock() - begin) / 1e9)
+        self.spent_s = (self._clock() - begin) / 1e9
+        self._cost.observe_proposals(sum(map(len, drafts)), self.spent_s)
         return [_before_stop(draft, s) for draft, s in zip(drafts, sequences, strict=True)]
 
     def _counts(self, sequences: SequenceOf[Sequence]) -> list[int]:
@@ -90,7 +93,7 @@ def _before_stop(draft: list[int], sequence: Sequence) -> list[int]:
 def make_speculator(
     config: SpeculationConfig, max_context: int, clock: Callable[[], int], proposer: Proposer | None = None
 ) -> Speculator | None:
-    """`None`: the engine does not speculate. `proposer`: the draft model's."""
+    """`None`: the engine does not speculate. `proposer`: instead of n-grams."""
     if config.method == "none":
         return None
     return Speculator(proposer or NgramProposer(), config.max_tokens, max_context, clock)

@@ -45,6 +45,7 @@ class ToyRank:
         self.layout = LAYOUT
         self.num_blocks = 64
         self.hash_root = ROOT
+        self.proposer = None
         self.max_context = 256
         self.address = RankAddress(host=host, store_port=0, machine="toy")
         if on_progress:
@@ -87,6 +88,7 @@ class ToyEngine:
         address: GroupAddress,
         max_context: int,
         execute: Callable[[StepPlan, list[Any]], StepResult],
+        proposer: Any = None,
     ) -> None:
         self.address, self.num_blocks, self.execute = address, num_blocks, execute
         self.running: dict[SequenceKey, tuple[SequenceRequest, list[int]]] = {}
