@@ -256,7 +256,7 @@ class Scheduler:
     def _speculate(self, batch: Batch, budget: int) -> None:
         """Lengthens decodes by drafts. Takes only what nobody else wants in this step."""
         assert self._speculator is not None
-        decodes = [p for p in batch.planned if len(p.row.token_ids) == 1 and p.sequence.num_output]
+        decodes = [p for p in batch.planned if len(p.row.token_ids) == p.row.num_samples == 1]
         drafts = self._speculator.drafts([p.sequence for p in decodes], budget)
         for planned, draft in zip(decodes, drafts, strict=True):
             sequence, row, size = planned.sequence, planned.row, self._pool.block_size

@@ -81,7 +81,8 @@ class Sequence:
 
     def sample_input(self, draft: list[int]) -> SampleInput:
         """For the token behind all that it has and `draft`, as if the draft had been drawn."""
-        output = [*self.tokens[self.num_prompt :], *draft]
+        output = self.tokens[self.num_prompt :]
+        output += draft
         return SampleInput(
             key=self.key,
             params=self.request.sampling,

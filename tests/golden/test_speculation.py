@@ -107,7 +107,7 @@ def test_speculation_changes_no_token(
         outputs = guessing.generate(PROMPTS, params)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
     drafted, accepted = guessing.load.drafted_tokens_total, guessing.load.accepted_tokens_total
-    assert drafted > 0
+    assert drafted > 0 or (method, temperature) == ("ngram", 0.7), "random text does not repeat itself"
     if method == "same model":
         assert accepted > 0.9 * drafted, "target and draft race with the same noise"
     if method == "near model":

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.cluster.launch import Parts
 from kvferry.cluster.service import ClusterView
+from kvferry.runtime.config import SpeculationConfig, SpeculationMethod
 from kvferry.runtime.llm import LLM
 from kvferry.runtime.request import CompletionOutput, RequestOutput, SamplingParams
 from tests.support.deployment import Deployment, serve_config
@@ -173,6 +174,18 @@ async def test_without_hand_over(expected: Expected, tiny_model: str, shared_ray
     outputs, _ = await serve_and_compare(expected, tiny_model, ray_address=shared_ray, **fields)
     assert num_ferried(outputs) == 0
     assert any(output.num_cached_tokens for output in outputs) == fields.get("prefix_caching", True)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+async def test_with_speculation(
+    expected: Expected, tiny_model: str, shared_ray: str, method: SpeculationMethod
+) -> None:
+    """Fault: ranks that disagree about a row with drafts; several tokens of a step that are lost or told twice."""
+    speculation = SpeculationConfig(method=method, max_tokens=4, draft_model=tiny_model if method == "draft" else None)
+    fields = {"speculation": speculation, "decode_tp": 2}
+    _, view = await serve_and_compare(expected, tiny_model, ray_address=shared_ray, **fields)
+    decode = next(group for group in view.groups if group.role == "decode")
+    assert decode.drafted_tokens >= decode.accepted_tokens > 10
 
 
 async def test_with_a_pool_so_small_that_sequences_are_preempted(

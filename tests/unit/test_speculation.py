@@ -238,6 +238,16 @@ def test_drafts_preempt_nobody_and_stay_in_the_budget() -> None:
     assert toy.drafted()[1] > 0
 
 
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_what_is_not_yet_computed_is_no_decode(budget: int) -> None:
+    """Fault: the chunk of one token that a small budget leaves of a resumed sequence is lengthened by a draft."""
+    toy = ToyEngine(num_blocks=64, speculation=4, proposer=ToyProposer(wrong=VOCAB + 1), max_batch_tokens=budget)
+    request = toy_request("r", [1, 2, 3], 20, output_token_ids=toy_output([1, 2, 3], 6))
+    toy.submit(request)
+    toy.run()
+    assert toy.tokens[request.key] == toy_output([1, 2, 3], 20)[6:]
+
+
 def test_off_by_default_and_bounded() -> None:
     toy = ToyEngine(proposer=ToyProposer(wrong=3))
     toy.submit(toy_request("r", [1], 10))

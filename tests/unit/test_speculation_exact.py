@@ -16,7 +16,7 @@ from kvferry.runtime.ids import RequestId, SequenceKey
 from kvferry.runtime.model.sampler import sample
 from kvferry.runtime.request import SamplingParams, SequenceRequest, TokenEvent
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
-from tests.support.toy_engine import ROOT, Ticks, toy_address, toy_layout
+from tests.support.toy_engine import ROOT, toy_address, toy_layout
 
 VOCAB = 8
 LOGITS = torch.randn((VOCAB, VOCAB, VOCAB), generator=torch.Generator().manual_seed(3)) * 1.5
@@ -32,9 +32,13 @@ class MarkovEngine:
         )
         self.known: dict[SequenceKey, list[int]] = {}
         self.events: dict[SequenceKey, list[TokenEvent]] = {}
-        self.engine = Engine(config, toy_layout(), 4096, ROOT, toy_address("toy"), 1 << 20, self.execute, Ticks())
+        self.now_ns = 0
+        self.engine = Engine(
+            config, toy_layout(), 4096, ROOT, toy_address("toy"), 1 << 20, self.execute, lambda: self.now_ns
+        )
 
     def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        self.now_ns += 1_000_000  # whatever is in it: so drafting pays, always
         inputs, wanted = iter(samples), []
         for row in plan.rows:
             for i in range(row.num_samples):
