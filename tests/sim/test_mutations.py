@@ -24,7 +24,7 @@ from kvferry.runtime.speculation.acceptance import accept
 from kvferry.runtime.transfer.inbound import Inbound
 from kvferry.runtime.transfer.outbound import Outbound
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.sim]
 MAX_SEEDS = 2000
 Patch = Callable[[Any, str, Any], None]
 
