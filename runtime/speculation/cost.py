@@ -62,8 +62,8 @@ class StepCost:
         """How many tokens to draft for each sequence of a step, at most `longest`.
 
         One more is drafted where the chance that it is accepted, times the seconds that a token takes so far, exceeds
-        what it costs: so the batch as a whole gets its tokens soonest. Source: Leviathan et al. 2023, section 3.1
-        (`1 + r + … + r^k` tokens from k drafted ones).
+        what it costs: so the batch as a whole gets its tokens soonest. None before a step was measured. Source:
+        Leviathan et al. 2023, section 3.1 (`1 + r + … + r^k` tokens from k drafted ones).
         """
         lengths = [0] * len(rates)
         num_tokens, seconds, cost = float(len(rates)), self.fixed, self.per_token + self.propose_s
@@ -71,7 +71,7 @@ class StepCost:
         for length in range(1, max(longest, default=0) + 1):
             for i, rate in enumerate(rates):
                 chance = chances[i] * rate
-                if lengths[i] == length - 1 < longest[i] and chance * seconds >= cost * num_tokens:
+                if lengths[i] == length - 1 < longest[i] and chance * seconds > cost * num_tokens:
                     lengths[i], chances[i] = length, chance
                     num_tokens += chance
                     seconds += cost

@@ -40,11 +40,15 @@ class _Held:
         self.draft: list[int] = []
 
     def settle(self, tokens: list[int]) -> None:
-        """Keeps of the draft what the sequence has become; the rest is overwritten."""
+        """Keeps of the draft what the sequence has become; the rest is overwritten.
+
+        The last token is computed again if need be: what comes behind it is the question.
+        """
         for token in self.draft:
             if self.num_known == len(tokens) or tokens[self.num_known] != token:
                 break
             self.num_known += 1
+        self.num_known = min(self.num_known, len(tokens) - 1)
         self.draft = []
 
 

@@ -134,6 +134,7 @@ def test_every_field_can_be_set() -> None:
         *("--metrics-port", "19", "--log-json", "--disaggregate", "never", "--priority-step-s", "20"),
         *("--max-bypass", "21", "--max-requests", "22", "--max-queue-s", "23", "--retry-budget", "24"),
         *("--max-unread", "25MiB", "--slow-reader-s", "26", "--drain-s", "27"),
+        *("--speculation", "draft", "--speculation-tokens", "28", "--draft-model", "small"),
     )
     blocks = config_of("m", "--num-blocks", "5").engine.cache
     assert blocks.num_blocks == 5
