@@ -91,7 +91,7 @@ class Side:
 
 
 def ask(tokenizer: Tokenizer, kind: str, question: str) -> list[int]:
-    """An edit's answer begins in the prompt, as an editor would have it: a small model does not find to it by itself."""
+    """An edit's answer begins in the prompt, as in an editor: a small model does not find to it by itself."""
     begin = "```python\n" + CODE[: CODE.index("for line")] if kind == "code edit" else ""
     return tokenizer.render_chat([{"role": "user", "content": question}]) + tokenizer.encode(begin)
 
