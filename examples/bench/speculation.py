@@ -23,8 +23,6 @@ from rich.table import Table
 import kvferry
 from kvferry.runtime.text.tokenizer import Tokenizer
 
-NEW_TOKENS = 96
-AT_ONCE = 8
 CODE = """def load_orders(path, limit):
     orders = []
     with open(path) as handle:
@@ -96,9 +94,10 @@ def ask(tokenizer: Tokenizer, kind: str, question: str) -> list[int]:
     return tokenizer.render_chat([{"role": "user", "content": question}]) + tokenizer.encode(begin)
 
 
-def measure(plain: Side, guessing: Side, prompts: list[list[int]], temperature: float, repeats: int) -> dict[str, Any]:
+def measure(
+    plain: Side, guessing: Side, prompts: list[list[int]], params: kvferry.SamplingParams, repeats: int
+) -> dict[str, Any]:
     """All `prompts` at once. The first round fills the prefix caches and is not counted."""
-    params = kvferry.SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, seed=7)
     outputs = plain.run(prompts, params)
     same = outputs == guessing.run(prompts, params)
     before, plain.seconds, guessing.seconds = guessing.counters(), [], []
@@ -125,22 +124,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=3, help="of each kind")
+    parser.add_argument("--at-once", type=int, default=8, help="0: only one at a time")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
     plain = Side(options.model, options.dtype, "none", options.tokens)
     guessing = Side(options.model, options.dtype, options.speculation, options.tokens)
     results: dict[str, Any] = {}
+    params = kvferry.SamplingParams(temperature=options.temperature, max_tokens=options.new_tokens, seed=7)
     tokenizer = plain.llm.tokenizer
     for kind in options.kinds:
         questions = KINDS[kind]
-        prompts = [ask(tokenizer, kind, question) for question in questions]
-        alone = [measure(plain, guessing, [p], options.temperature, options.repeats) for p in prompts]
+        prompts = [ask(tokenizer, kind, question) for question in questions[: options.prompts]]
+        alone = [measure(plain, guessing, [p], params, options.repeats) for p in prompts]
         results[kind] = {
             key: all(one[key] for one in alone) if key == "identical" else statistics.mean(one[key] for one in alone)
             for key in alone[0]
         }
-        several = [ask(tokenizer, kind, f"({i}) {questions[i % len(questions)]}") for i in range(AT_ONCE)]
-        results[f"{kind}, {AT_ONCE} at once"] = measure(plain, guessing, several, options.temperature, options.repeats)
+        if options.at_once:
+            several = [ask(tokenizer, kind, f"({i}) {questions[i % len(questions)]}") for i in range(options.at_once)]
+            name = f"{kind}, {options.at_once} at once"
+            results[name] = measure(plain, guessing, several, params, options.repeats)
     show(results, vars(options))
     if options.dtype == "float32" and not all(one["identical"] for one in results.values()):
         sys.exit("tokens differ")
