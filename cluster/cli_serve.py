@@ -24,6 +24,8 @@ from kvferry.runtime.config import (
     DType,
     EngineConfig,
     SchedulerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
     TransferConfig,
 )
 from kvferry.runtime.errors import InvalidArgument
@@ -148,6 +150,14 @@ class Serve:
     max_bypass: int = _ENGINE.scheduler.max_bypass
     """How many small requests may pass a big one that waits for KV blocks, before they wait as well."""
 
+    speculation: SpeculationMethod = _ENGINE.speculation.method
+    """Guess several tokens of an answer and check them in one step: ngram repeats what followed the latest tokens
+    earlier in prompt and answer, draft asks the model of --draft-model. Answers stay the same."""
+    speculation_tokens: int = _ENGINE.speculation.max_tokens
+    """Tokens guessed at most for one answer in one step; as many as pay by measured times."""
+    draft_model: Annotated[str | None, shown("MODEL", "none")] = None
+    """A small model with the same vocabulary, for --speculation draft."""
+
     transport: Literal["shm", "gloo", "nccl"] = "shm"
     """How KV blocks travel from group to group. shm: shared memory, on one machine. gloo: network. nccl: GPUs."""
     transfer_timeout_s: float = _ENGINE.transfer.timeout_s
@@ -220,6 +230,9 @@ class Serve:
                 timeout_s=self.transfer_timeout_s,
                 blocks_per_message=self.blocks_per_message,
                 checksum=self.checksum,
+            ),
+            speculation=SpeculationConfig(
+                method=self.speculation, max_tokens=self.speculation_tokens, draft_model=self.draft_model
             ),
         )
 

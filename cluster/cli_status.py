@@ -37,6 +37,9 @@ def groups_table(groups: list[GroupView]) -> Table:
         table.add_column(name, justify="right")
     for name in ("hit rate", "prompt tokens", "output tokens", "received"):
         table.add_column(name, justify="right")
+    guessing = any(group.drafted_tokens for group in groups)
+    if guessing:
+        table.add_column("guessed right", justify="right")
     for group in groups:
         table.add_row(
             group.group,
@@ -52,6 +55,7 @@ def groups_table(groups: list[GroupView]) -> Table:
             str(group.prompt_tokens),
             str(group.output_tokens),
             f"{group.received_bytes / 1e6:.1f} MB",
+            *([f"{group.accepted_tokens}/{group.drafted_tokens}"] if guessing else []),
         )
     return table
 

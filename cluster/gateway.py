@@ -277,6 +277,8 @@ class Gateway:
             cached_tokens=load.cached_tokens_total,
             output_tokens=load.output_tokens_total,
             received_bytes=load.received_bytes_total,
+            drafted_tokens=load.drafted_tokens_total,
+            accepted_tokens=load.accepted_tokens_total,
             num_preemptions=load.num_preemptions,
             pids=member.info.pids if member else [],
         )

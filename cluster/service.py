@@ -83,6 +83,9 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int
     num_preemptions: int
     pids: list[int]
+    drafted_tokens: int = 0
+    """Guessed by speculation; `accepted_tokens` of them came true."""
+    accepted_tokens: int = 0
 
 
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,6 +155,8 @@ class _Groups(Collector):
         ("num_cached_blocks", "Sealed blocks"),
         ("prefill_tokens_per_s", "Measured rate of prefill"),
         ("decode_step_s", "Measured duration of a decode step"),
+        ("drafted_tokens_total", "Tokens guessed by speculation"),
+        ("accepted_tokens_total", "Those of them that came true"),
     )
 
     def __init__(self, loads: Callable[[], Loads]) -> None:

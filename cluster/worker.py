@@ -30,6 +30,7 @@ from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import GroupUnavailable, KvferryError
 from kvferry.runtime.ids import Peer
 from kvferry.runtime.kv.groups import KVGroups
+from kvferry.runtime.speculation.speculator import Proposer
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.secret import tag
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
@@ -88,6 +89,7 @@ class RankLike(Protocol):
     kv: KVGroups
     max_context: int
     hash_root: bytes
+    proposer: Proposer | None
 
     def attach(self, own: GroupAddress, report: Callable[[LinkReport], None]) -> None: ...
     def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult: ...
@@ -180,7 +182,7 @@ class Worker:
         spec, rank, channel = self._spec, self._loaded(), self._channel
         execute = rank.execute if channel is None else _with_followers(channel, rank)
         engine: EngineLike = _resolve(spec.engine_class)(
-            spec.config, rank.kv, rank.hash_root, own, rank.max_context, execute
+            spec.config, rank.kv, rank.hash_root, own, rank.max_context, execute, proposer=rank.proposer
         )
         stream = StreamThread(self._info(rank, own, pids), spec.secret, self._host, engine)
         if channel is not None:

@@ -340,7 +340,7 @@ class Cluster(_message.Message):
     def __init__(self, model: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_resumed: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("group", "role", "state", "epoch", "tp_size", "num_blocks", "num_free_blocks", "num_leased_blocks", "num_waiting", "num_running", "hit_rate", "prompt_tokens", "cached_tokens", "output_tokens", "received_bytes", "num_preemptions", "pids")
+    __slots__ = ("group", "role", "state", "epoch", "tp_size", "num_blocks", "num_free_blocks", "num_leased_blocks", "num_waiting", "num_running", "hit_rate", "prompt_tokens", "cached_tokens", "output_tokens", "received_bytes", "num_preemptions", "pids", "drafted_tokens", "accepted_tokens")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +358,8 @@ class Group(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PIDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     group: str
     role: str
     state: str
@@ -375,7 +377,9 @@ class Group(_message.Message):
     received_bytes: int
     num_preemptions: int
     pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_leased_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., hit_rate: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., received_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, group: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., tp_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_leased_blocks: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., hit_rate: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., received_bytes: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., pids: _Optional[_Iterable[int]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ()

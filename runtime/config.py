@@ -11,6 +11,7 @@ from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.eviction import EvictionName
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SpeculationMethod = Literal["none", "ngram", "draft"]
 TransportName = Literal["shm", "gloo", "nccl", "local"]
 
 
@@ -81,6 +82,24 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_range("blocks_per_message", self.blocks_per_message, 1, 256)
 
 
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Guessing several tokens of an answer and checking them in one step. Never changes an answer."""
+
+    method: SpeculationMethod = "none"
+    """`ngram`: looks up what followed the latest tokens earlier in prompt and answer. `draft`: asks a smaller model."""
+    max_tokens: int = 6
+    """Guessed at most for one sequence in one step; as many as pay, by measured times and acceptance."""
+    draft_model: str | None = None
+    """Like `model`; must have the same vocabulary."""
+
+    def __post_init__(self) -> None:
+        check_range("speculation_tokens", self.max_tokens, 1, 64)
+        if (self.method == "draft") != (self.draft_model is not None):
+            raise InvalidArgument(
+                "draft_model", self.draft_model, f"does not go with speculation {self.method!r}", "give both or none"
+            )
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one engine needs to know besides the model."""
 
@@ -93,6 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     transfer: TransferConfig = TransferConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
 
     def __post_init__(self) -> None:
         if self.quantization not in get_args(Quantization):

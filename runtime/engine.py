@@ -35,6 +35,7 @@ from kvferry.runtime.reports import EngineAudit, EngineLoad, StepOutput
 from kvferry.runtime.request import FinishReason, SequenceRequest, TokenEvent, check_length
 from kvferry.runtime.scheduler import Scheduler
 from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.speculator import Proposer, make_speculator
 from kvferry.runtime.step import CloseLink, OpenLink, SampledToken, SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.inbound import Inbound
 from kvferry.runtime.transfer.outbound import Outbound
@@ -66,6 +67,7 @@ class Engine:
         max_context: int,
         execute: Execute,
         clock: Callable[[], int] = time.time_ns,
+        proposer: Proposer | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -79,8 +81,15 @@ class Engine:
             TableKeeper(group, pool, config.scheduler.max_batch_tokens)
             for group, pool in zip(kv.groups, self.pools.pools, strict=True)
         ]
+        self._speculator = make_speculator(config.speculation, self.max_context, clock, proposer)
         self.scheduler = Scheduler(
-            config.scheduler, keepers, self._may_start, self._leave_transfer, self._waits_for, self._holds_blocks
+            config.scheduler,
+            keepers,
+            self._may_start,
+            self._leave_transfer,
+            self._waits_for,
+            self._holds_blocks,
+            self._speculator,
         )
         self.inbound = Inbound(self.pools)
         self.outbound = Outbound(self.pools, config.transfer.blocks_per_message)
@@ -281,40 +290,47 @@ class Engine:
         begin = self._clock()
         result = self._execute(plan, batch.samples)
         end = self._clock()
-        self.meters.step(batch, (end - begin) / 1e9)
         drawn = self.scheduler.commit(batch, result.sampled)
+        seconds = (end - begin) / 1e9
+        if self._speculator is not None and batch.num_decodes:
+            if not batch.num_prefill_tokens:
+                self._speculator.observe_step(batch.num_decodes, batch.num_drafted, seconds)
+            seconds += self._speculator.spent_s
+        self.meters.step(batch, seconds)
         stored, removed = self.pools.take_events()
         # Before ends, which say that no more will be sealed.
         self._plan.sends += self.outbound.sealed(self.pools.take_sealed())
-        for sequence, token in drawn:
-            self._deliver(sequence, token, end)
+        for sequence, tokens in drawn:
+            self._deliver(sequence, tokens, end)
         transfers = [*self.inbound.take_events(end), *self.outbound.take_events(end)]
         self.meters.transfers(transfers)
         events, self._events = self._events, []
         self._changed = bool(plan.rows or plan.imports or self._plan.sends or stored or reclaimed)
         return StepOutput(events, transfers, stored, removed)
 
-    def _deliver(self, sequence: Sequence, token: SampledToken, end_ns: int) -> None:
+    def _deliver(self, sequence: Sequence, tokens: list[SampledToken], end_ns: int) -> None:
         reason = sequence.finish_reason(self.max_context)
-        first = not sequence.reported
-        sequence.reported = True
-        stalled_ns, sequence.stalled_ns = sequence.stalled_ns, 0
-        if first:
-            self.meters.first_token(sequence)
-        self.meters.output_tokens += 1
-        self._events.append(
-            TokenEvent(
-                key=sequence.key,
-                position=sequence.num_output - 1,
-                token_id=token.token_id,
-                finish_reason=reason,
-                logprob=token.logprob,
-                num_cached_tokens=sequence.num_cached or 0,
-                begin_ns=sequence.begin_ns if first else None,
-                end_ns=end_ns if first else None,
-                stalled_ns=stalled_ns,
+        position = sequence.num_output - len(tokens)
+        for i, token in enumerate(tokens):
+            first = not sequence.reported
+            sequence.reported = True
+            stalled_ns, sequence.stalled_ns = sequence.stalled_ns, 0
+            if first:
+                self.meters.first_token(sequence)
+            self.meters.output_tokens += 1
+            self._events.append(
+                TokenEvent(
+                    key=sequence.key,
+                    position=position + i,
+                    token_id=token.token_id,
+                    finish_reason=reason if i == len(tokens) - 1 else None,
+                    logprob=token.logprob,
+                    num_cached_tokens=sequence.num_cached or 0,
+                    begin_ns=sequence.begin_ns if first else None,
+                    end_ns=end_ns if first else None,
+                    stalled_ns=stalled_ns,
+                )
             )
-        )
         sends = sequence.request.sends_transfer_id
         if reason is FinishReason.HANDOFF and sends is not None:
             self._handed_over.add(sends)
@@ -375,6 +391,8 @@ class Engine:
             prompt_tokens_total=meters.prompt_tokens,
             output_tokens_total=meters.output_tokens,
             received_bytes_total=meters.received_bytes,
+            drafted_tokens_total=meters.drafted_tokens,
+            accepted_tokens_total=meters.accepted_tokens,
         )
 
     def audit(self) -> EngineAudit:

@@ -17,6 +17,7 @@ from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey
 from kvferry.runtime.model.files import resolve_model
 from kvferry.runtime.model.loader import progress_bar
 from kvferry.runtime.rank import Rank
+from kvferry.runtime.reports import EngineLoad
 from kvferry.runtime.request import (
     CompletionOutput,
     FinishReason,
@@ -37,22 +38,24 @@ Messages = list[dict[str, str]]
 
 def engine_config(**options: Any) -> EngineConfig:
     """An `EngineConfig` from flat options (`block_size=32, max_sequences=8, …`). Raises `InvalidArgument`."""
-    parts: dict[str, dict[str, Any]] = {"": {}, "cache": {}, "scheduler": {}}
+    parts: dict[str, dict[str, Any]] = {"": {}, "cache": {}, "scheduler": {}, "speculation": {}}
     homes = {
-        **dict.fromkeys(CacheConfig.__struct_fields__, "cache"),
-        **dict.fromkeys(SchedulerConfig.__struct_fields__, "scheduler"),
-        "dtype": "",
-        "quantization": "",
-        "threads": "",
+        **{name: ("cache", name) for name in CacheConfig.__struct_fields__},
+        **{name: ("scheduler", name) for name in SchedulerConfig.__struct_fields__},
+        "speculation": ("speculation", "method"),
+        "speculation_tokens": ("speculation", "max_tokens"),
+        "draft_model": ("speculation", "draft_model"),
+        "dtype": ("", "dtype"),
+        "quantization": ("", "quantization"),
+        "threads": ("", "threads"),
     }
     for name, value in options.items():
         if name not in homes:
             raise InvalidArgument(name, value, f"unknown engine option; there are {', '.join(sorted(homes))}")
-        parts[homes[name]][name] = value
+        part, field = homes[name]
+        parts[part][field] = value
     try:
-        return msgspec.convert(
-            {**parts[""], "cache": parts["cache"], "scheduler": parts["scheduler"]}, type=EngineConfig
-        )
+        return msgspec.convert({**parts.pop(""), **parts}, type=EngineConfig)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, KvferryError):
             raise error.__cause__ from None
@@ -95,8 +98,8 @@ class LLM:
     """A model in this process. One thread at a time.
 
     `model`: a Hugging Face folder, a `.gguf` file, a hub id, or `package:NAME`. Options: the fields of `CacheConfig`
-    and `SchedulerConfig`, `dtype`, `quantization` and `threads`. Raises `UnsupportedModel`, `CorruptModel`, `NotFound`,
-    `InvalidArgument` before weights are read.
+    and `SchedulerConfig`, `speculation`, `speculation_tokens`, `draft_model`, `dtype`, `quantization` and `threads`.
+    Raises `UnsupportedModel`, `CorruptModel`, `NotFound`, `InvalidArgument` before weights are read.
     """
 
     def __init__(self, model: str, **engine_options: Any) -> None:
@@ -114,6 +117,7 @@ class LLM:
             rank.max_context,
             rank.execute,
             time.time_ns,
+            rank.proposer,
         )
         self._config = config
         self._ids = itertools.count()
@@ -121,6 +125,11 @@ class LLM:
     @property
     def max_context(self) -> int:
         return self._engine.max_context
+
+    @property
+    def load(self) -> EngineLoad:
+        """What runs, and counters since the beginning."""
+        return self._engine.load()
 
     def generate(
         self,

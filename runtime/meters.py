@@ -27,16 +27,21 @@ class Meters:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.received_bytes = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     def step(self, batch: Batch, seconds: float) -> None:
-        """One executed step. A step's decodes are charged at the measured price, the rest is prefill's."""
+        """One committed step. A step's decodes are charged at the measured price, the rest is prefill's."""
+        self.drafted_tokens += batch.num_drafted
+        self.accepted_tokens += batch.num_accepted
         if batch.num_prefill_tokens >= _MIN_PREFILL_TOKENS:
             decode = min(self.decode_step_s, seconds / 2) if batch.num_decodes else 0.0
             self.prefill_tokens_per_s = _average(
                 self.prefill_tokens_per_s, batch.num_prefill_tokens / max(seconds - decode, 1e-6)
             )
         elif batch.num_decodes and not batch.num_prefill_tokens:
-            self.decode_step_s = _average(self.decode_step_s, seconds)
+            tokens = 1 + batch.num_accepted / batch.num_decodes
+            self.decode_step_s = _average(self.decode_step_s, seconds / tokens)
 
     def first_token(self, sequence: Sequence) -> None:
         self.cached_tokens += sequence.num_cached or 0

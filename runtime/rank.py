@@ -21,6 +21,8 @@ from kvferry.runtime.model.fit import check_quantization, resolve_dtype, resolve
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
+from kvferry.runtime.speculation.draft import check_draft, load_draft
+from kvferry.runtime.speculation.speculator import Proposer
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.links import Links
@@ -64,6 +66,9 @@ class Rank:
         )
         self.rank = rank
         self._config = config
+        speculation = config.speculation
+        if speculation.draft_model is not None and rank == 0:
+            check_draft(speculation.draft_model, files, self.spec)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         check_quantization(config, self.spec, device.type)
         if config.quantization != "none" and not can_quantize(config.quantization):
@@ -81,6 +86,11 @@ class Rank:
         finally:
             weights.close()
         self.storage = RankStorage(self.kv, device)
+        self.proposer: Proposer | None = None
+        """Guesses for the engine, which runs where rank 0 is."""
+        if speculation.draft_model is not None and rank == 0:
+            block_size = config.cache.block_size
+            self.proposer = load_draft(speculation.draft_model, self.dtype, block_size, self.kv.num_blocks, device)
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._secret = secret.encode()
         self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)

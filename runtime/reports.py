@@ -33,7 +33,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     num_leased_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
-    """Of a step without prefill, at the present batch."""
+    """Of a step without prefill, at the present batch, for each token that it brings a sequence."""
     link_bytes_per_s: float = 0.0
     """Of received transfers."""
     num_preemptions: int = 0
@@ -41,6 +41,9 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens_total: int = 0
     output_tokens_total: int = 0
     received_bytes_total: int = 0
+    drafted_tokens_total: int = 0
+    """By speculation; `accepted_tokens_total` of them were what the model draws."""
+    accepted_tokens_total: int = 0
 
 
 class EngineAudit(msgspec.Struct, frozen=True):

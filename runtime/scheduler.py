@@ -9,7 +9,9 @@ arrival, where a step of priority is a head start of `priority_step_s`. A waitin
 just filling (a running sequence, a transfer) is passed over until that block is sealed or withdrawn: nothing is
 computed twice. One that lacks blocks is passed by others that have enough, `max_bypass` times; from then on nobody
 takes new blocks before it does. Blocks for all known tokens are leased at admission (behind a window: for the chunk at
-hand), further ones as the sequence grows; when none is left, the last sequence in order is preempted.
+hand), further ones as the sequence grows; when none is left, the last sequence in order is preempted. What tokens and
+blocks then are left over may lengthen decodes by drafted tokens; blocks that these needed in vain are given back with
+the step.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -26,6 +29,8 @@ from kvferry.runtime.ids import BlockHash, BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.hashing import hash_block
 from kvferry.runtime.kv.table import TableKeeper
 from kvferry.runtime.sequence import BlockTable, Sequence
+from kvferry.runtime.speculation.acceptance import accept
+from kvferry.runtime.speculation.speculator import Speculator
 from kvferry.runtime.step import Row, SampledToken, SampleInput
 
 MAX_BLOCKED = 8
@@ -44,6 +49,9 @@ class Batch(msgspec.Struct):
     samples: list[SampleInput]
     num_prefill_tokens: int
     num_decodes: int
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Of the drafted tokens; known when the step is committed."""
 
 
 class Scheduler:
@@ -62,6 +70,7 @@ class Scheduler:
         on_admitted: Callable[[Sequence], None],
         waits_for: Callable[[Sequence, BlockHash], bool],
         holds_blocks: Callable[[Sequence], bool],
+        speculator: Speculator | None = None,
     ) -> None:
         self._config = config
         self._keepers = keepers
@@ -70,6 +79,7 @@ class Scheduler:
         self._on_admitted = on_admitted
         self._waits_for = waits_for
         self._holds_blocks = holds_blocks
+        self._speculator = speculator
         self.waiting: list[Sequence] = []
         self.blocked: list[Sequence] = []
         """Of those that wait: the first ones that the last plan had no blocks for."""
@@ -98,6 +108,8 @@ class Scheduler:
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         if sequence in self.blocked:
             self.blocked.remove(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence.key)
         self._release(sequence)
 
     def sequences(self) -> list[Sequence]:
@@ -117,6 +129,11 @@ class Scheduler:
                 self._add_row(batch, sequence, count, now_ns)
                 budget -= count
         blocked = self._admit(batch, budget, now_ns)
+        if self._speculator is not None and batch.num_decodes:
+            self._speculate(batch, self._config.max_batch_tokens - sum(len(p.row.token_ids) for p in batch.planned))
+        batch.samples = [
+            p.sequence.sample_input(p.row.draft[:i]) for p in batch.planned for i in range(p.row.num_samples)
+        ]
         self.is_stuck = blocked and not self.running
         return batch
 
@@ -237,29 +254,37 @@ class Scheduler:
 
     def _add_row(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> None:
         start, end = sequence.num_computed, sequence.num_computed + count
-        num_blocks = -(-end // self._size)
-        sample = end == len(sequence.tokens)
-        row = Row(sequence.tokens[start:end], start, sequence.tables[0].block_ids[:num_blocks], sample)
-        if len(sequence.tables) > 1:
-            row.window_block_ids = sequence.tables[1].block_ids[:num_blocks]
+        row = Row(sequence.tokens[start:end], start, [], int(end == len(sequence.tokens)))
+        self._give_tables(row, sequence)
         batch.planned.append(PlannedRow(sequence, row))
-        if sample:
-            batch.samples.append(
-                SampleInput(
-                    key=sequence.key,
-                    params=sequence.request.sampling,
-                    position=sequence.num_output,
-                    prompt_token_ids=sequence.request.prompt_token_ids,
-                    output_token_ids=sequence.tokens[sequence.num_prompt :],
-                    banned_token_ids=sequence.banned(),
-                )
-            )
         if sequence.begin_ns is None:
             sequence.begin_ns = now_ns
         if count == 1 and sequence.num_output:
             batch.num_decodes += 1
         else:
             batch.num_prefill_tokens += count
+
+    def _give_tables(self, row: Row, sequence: Sequence) -> None:
+        num_blocks = -(-(row.start + len(row.token_ids)) // self._size)
+        row.block_ids = sequence.tables[0].block_ids[:num_blocks]
+        if len(sequence.tables) > 1:
+            row.window_block_ids = sequence.tables[1].block_ids[:num_blocks]
+
+    def _speculate(self, batch: Batch, budget: int) -> None:
+        """Lengthens decodes by drafts. Takes only what nobody else wants in this step."""
+        assert self._speculator is not None
+        decodes = [p for p in batch.planned if len(p.row.token_ids) == p.row.num_samples == 1]
+        drafts = self._speculator.drafts([p.sequence for p in decodes], budget)
+        for planned, draft in zip(decodes, drafts, strict=True):
+            if not draft:
+                continue
+            row, sequence = planned.row, planned.sequence
+            del draft[self._cover(sequence, 1 + len(draft)) - 1 :]
+            self._shorten(sequence, len(sequence.tokens) + len(draft))  # not all block groups had room for as many
+            row.token_ids += draft
+            row.num_samples += len(draft)
+            self._give_tables(row, sequence)
+            batch.num_drafted += len(draft)
 
     def _preempt(self, sequence: Sequence, now_ns: int) -> None:
         sequence.preempted_ns = now_ns
@@ -275,21 +300,38 @@ class Scheduler:
         sequence.num_computed = 0
 
     # ------------------------------------------------------------- committing
-    def commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
-        """Seals what was filled and appends what was drawn. The caller judges ends and removes."""
+    def commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, list[SampledToken]]]:
+        """Seals what was filled and appends what was drawn: one token or, after drafts, several.
+
+        The caller judges ends and removes; only the last of several tokens may be an end.
+        """
         if len(sampled) != len(batch.samples):
             raise InvariantBroken(f"{len(batch.samples)} rows to sample, {len(sampled)} tokens came back")
         tokens = iter(sampled)
-        drawn: list[tuple[Sequence, SampledToken]] = []
+        drawn: list[tuple[Sequence, list[SampledToken]]] = []
         for planned in batch.planned:
             sequence, row = planned.sequence, planned.row
-            sequence.num_computed = row.start + len(row.token_ids)
+            new = accept(row.draft, list(islice(tokens, row.num_samples)))
+            sequence.num_computed = row.start + len(row.token_ids) - (row.num_samples - len(new))
+            sequence.tokens += [token.token_id for token in new]
             self._computed(sequence)
-            if row.sample:
-                token = next(tokens)
-                sequence.tokens.append(token.token_id)
-                drawn.append((sequence, token))
+            if new:
+                drawn.append((sequence, new))
+            if row.draft:
+                self._judge(batch, sequence, len(row.draft), len(new) - 1)
         return drawn
+
+    def _judge(self, batch: Batch, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """After a row with drafts: blocks that only rejected tokens needed go back. What else these left in the last
+        block, the next row overwrites."""
+        assert self._speculator is not None
+        self._speculator.judge(sequence, num_drafted, num_accepted)
+        batch.num_accepted += num_accepted
+        self._shorten(sequence, len(sequence.tokens))
+
+    def _shorten(self, sequence: Sequence, num_tokens: int) -> None:
+        for keeper, table in zip(self._keepers, sequence.tables, strict=True):
+            keeper.shorten(table, num_tokens)
 
     def _computed(self, sequence: Sequence) -> None:
         size, hashes = self._size, sequence.hashes

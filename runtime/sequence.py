@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.runtime.ids import BlockHash, BlockId, SequenceKey
 from kvferry.runtime.request import FinishReason, SequenceRequest, rank_ns
+from kvferry.runtime.step import SampleInput
 
 
 class BlockTable:
@@ -87,9 +88,29 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
-    def banned(self) -> list[int]:
-        """Tokens that may not be drawn next: ends of sequence, until `min_tokens` are there."""
-        return sorted(self.stops) if self.num_output < self.request.sampling.min_tokens else []
+    def num_left(self, max_context: int) -> int:
+        """Tokens until it ends by its length or is handed over."""
+        limit = min(self.request.sampling.max_tokens, max_context - self.num_prompt)
+        if self.request.handoff_after is not None:
+            limit = min(limit, self.request.handoff_after)
+        return limit - self.num_output
+
+    def banned(self, position: int) -> list[int]:
+        """Tokens that may not be drawn there: ends of sequence, until `min_tokens` are there."""
+        return sorted(self.stops) if position < self.request.sampling.min_tokens else []
+
+    def sample_input(self, draft: list[int]) -> SampleInput:
+        """For the token behind all that it has and `draft`, as if the draft had been drawn."""
+        output = self.tokens[self.num_prompt :]
+        output += draft
+        return SampleInput(
+            key=self.key,
+            params=self.request.sampling,
+            position=len(output),
+            prompt_token_ids=self.request.prompt_token_ids,
+            output_token_ids=output,
+            banned_token_ids=self.banned(len(output)),
+        )
 
     def finish_reason(self, max_context: int) -> FinishReason | None:
         """Judges the sequence after its last token was appended."""

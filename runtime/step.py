@@ -15,7 +15,7 @@ from kvferry.runtime.transfer.ticket import GroupAddress
 
 
 class Row(msgspec.Struct, array_like=True):
-    """A span of one sequence: a prefill chunk (many tokens) or a decode (one).
+    """A span of one sequence: a prefill chunk (many tokens) or a decode (one, and drafted tokens behind it).
 
     Tokens `token_ids` stand at positions `start, start + 1, …`; `block_ids` is the block table that covers positions
     `[0, start + len(token_ids))`. The row writes KV for its own positions and reads all before, or what a window shows
@@ -26,14 +26,19 @@ class Row(msgspec.Struct, array_like=True):
     token_ids: list[int]
     start: int
     block_ids: list[BlockId]
-    sample: bool
-    """Whether the last token's logits are wanted."""
+    num_samples: int
+    """Of how many of the last tokens the logits are wanted: none inside a prompt; each drafted token adds one."""
     window_block_ids: list[BlockId] = []
     """The table of layers with a window, in models that also have layers without one."""
 
+    @property
+    def draft(self) -> list[int]:
+        """Guesses, right only if the model draws the same."""
+        return self.token_ids[len(self.token_ids) - self.num_samples + 1 :] if self.num_samples > 1 else []
+
 
 class SampleInput(msgspec.Struct):
-    """What the sampler needs for one row with `sample`. Stays on rank 0."""
+    """What the sampler needs for one wanted row of logits. Stays on rank 0."""
 
     key: SequenceKey
     params: SamplingParams
@@ -111,6 +116,6 @@ class SampledToken(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct):
-    """One entry per row with `sample`, in the rows' order."""
+    """`num_samples` entries per row, in the rows' order."""
 
     sampled: list[SampledToken]

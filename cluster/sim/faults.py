@@ -163,7 +163,8 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     faulty = rng.random() < 0.8
     layout = rng.choice(LAYOUTS)
-    shapes = [_shape(rng) for _ in layout]
+    guesses = random.Random(f"speculation {seed}")
+    shapes = [_shape(rng, guesses) for _ in layout]
     capacity = BLOCK_SIZE * min(shape.num_blocks for shape in shapes)
     shapes = _with_windows(random.Random(f"windows {seed}"), shapes)
     span_s = rng.choice([0.05, 0.3, 1.0])
@@ -182,7 +183,8 @@ def draw(seed: int) -> Scenario:
         fetch_prefix=habits.choice(["auto", "always", "always", "never"]),
         retry_budget=rng.choice([3, 50, 50, 50]),
         max_in_flight=rng.choice([4, 64, 64, 64]),
-        max_unread_bytes=rng.choice([2000, 1 << 20, 1 << 20]),
+        # What one step brings is not the client's slowness.
+        max_unread_bytes=rng.choice([2000, 1 << 20, 1 << 20]) * (1 + max(shape.speculation for shape in shapes)),
         crowded=rng.random() < 0.2,
         transfer_timeout_s=rng.choice([0.2, 0.6, 1.5]) if faulty else 0.2,  # so that renewals are needed
         expect_timeout_s=rng.choice([0.02, 0.3]),
@@ -192,7 +194,7 @@ def draw(seed: int) -> Scenario:
     )
 
 
-def _shape(rng: random.Random) -> GroupShape:
+def _shape(rng: random.Random, guesses: random.Random) -> GroupShape:
     return GroupShape(
         tp_size=rng.choice([1, 1, 2]),
         num_blocks=rng.choice([14, 16, 30, 100]),
@@ -201,6 +203,7 @@ def _shape(rng: random.Random) -> GroupShape:
         max_waiting=rng.choice([2, 64, 64, 64]),
         step_s=rng.choice([0.001, 0.004, 0.012]),
         token_s=rng.choice([0.0001, 0.0005]),
+        speculation=guesses.choice([0, 0, 0, 1, 2, 6]),
     )
 
 

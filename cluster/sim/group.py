@@ -16,10 +16,10 @@ from kvferry.cluster.engine_driver import EngineDriver, GatewayClosed, Output
 from kvferry.cluster.hub import Hub
 from kvferry.cluster.sim.links import Find, LinkNoise, Links
 from kvferry.cluster.sim.loop import SkewedClock
-from kvferry.cluster.sim.model import NUM_HEADS, ROOT, Blocks, layout
+from kvferry.cluster.sim.model import NUM_HEADS, ROOT, Blocks, Guesses, layout
 from kvferry.cluster.sim.network import Network, Process
 from kvferry.cluster.sim.trace import Trace
-from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig, TransferConfig
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import Peer, RequestId
 from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
@@ -45,6 +45,8 @@ class GroupShape(msgspec.Struct, frozen=True, kw_only=True):
     """A step without tokens."""
     token_s: float
     """What each token adds."""
+    speculation: int = 0
+    """Tokens drafted at most for a sequence in a step; 0: no speculation."""
     window: int | None = None
     """Of all layers, or with `num_window_blocks` of some."""
     num_window_blocks: int | None = None
@@ -105,8 +107,12 @@ class SimGroup:
             cache=CacheConfig(block_size=self.layout.block_size, num_blocks=shape.num_blocks),
             scheduler=scheduler,
             transfer=TransferConfig(transport="local", blocks_per_message=2, timeout_s=transfer_timeout_s),
+            speculation=SpeculationConfig(
+                method="ngram" if shape.speculation else "none", max_tokens=max(1, shape.speculation)
+            ),
         )
-        self.engine = Engine(config, self.kv, ROOT, address, 1 << 20, self._execute, self.clock_ns)
+        guesses = Guesses(self.kv)
+        self.engine = Engine(config, self.kv, ROOT, address, 1 << 20, self._execute, self.clock_ns, guesses)
         self.engine.scheduler.commit = self._commit  # type: ignore[method-assign]  # who computes what
         self.links = Links(self, find, noise, transfer_timeout_s, trace, random.Random(f"{seed}/links {peer}"))
         self.hub = Hub(self._info(address, scheduler), SECRET)
@@ -240,7 +246,7 @@ class SimGroup:
             self._trace.fault("slow step", self._peer)
         return StepResult(sampled)
 
-    def _commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, SampledToken]]:
+    def _commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, list[SampledToken]]]:
         for planned in batch.planned:
             name, start = planned.sequence.key.request_id, planned.row.start
             self.computed_from[name] = min(start, self.computed_from.get(name, start))
@@ -261,3 +267,6 @@ class SimGroup:
         self._heartbeat.cancel()
         if self.engine.scheduler.num_preemptions:
             self._trace.observed["preemption"] += self.engine.scheduler.num_preemptions
+        if drafted := self.engine.meters.drafted_tokens:
+            self._trace.observed["draft accepted"] += self.engine.meters.accepted_tokens
+            self._trace.observed["draft rejected"] += drafted - self.engine.meters.accepted_tokens

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
 
-from kvferry.runtime.ids import NO_BLOCK, BlockId
+from kvferry.runtime.ids import NO_BLOCK, BlockId, SequenceKey
 from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.request import Logprob, Request
+from kvferry.runtime.sequence import Sequence
 from kvferry.runtime.step import Row, SampledToken, SampleInput
 
 VOCAB = 240
@@ -103,6 +105,31 @@ def expected(request: Request, index: int, windows: list[int | None]) -> list[in
     return output
 
 
+class Guesses:
+    """Implements `speculator.Proposer`: what the model will draw, and now and then something else."""
+
+    def __init__(self, kv: KVGroups) -> None:
+        self._windows = [group.window for group in kv.groups]
+
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+        return [self._guess(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+
+    def _guess(self, sequence: Sequence, count: int) -> list[int]:
+        context, sampling = Context(self._windows, []), sequence.request.sampling
+        for token in sequence.tokens:
+            context.push(token)
+        draft: list[int] = []
+        for position in range(sequence.num_output, sequence.num_output + count):
+            value = context.checksum()
+            token = _draw(value, sampling.seed or 0, sequence.key.index, position, sequence.banned(position))
+            draft.append((token + (value % 4 == 0)) % VOCAB)
+            context.push(draft[-1])
+        return draft
+
+    def forget(self, key: SequenceKey) -> None:
+        pass
+
+
 class Blocks:
     """All ranks' KV storage of one group of workers: `[head][block * BLOCK_SIZE + slot]`, of all block groups."""
 
@@ -122,7 +149,11 @@ class Blocks:
                     for head in self._heads:
                         head[slot] = value
         inputs = iter(samples)
-        return [self._sample(row, next(inputs)) for row in rows if row.sample]
+        return [
+            self._sample(row, length, next(inputs))
+            for row in rows
+            for length in range(len(row.token_ids) - row.num_samples + 1, len(row.token_ids) + 1)
+        ]
 
     def _context(self, row: Row, length: int) -> Context:
         """What the token at position `length` sees."""
@@ -145,9 +176,10 @@ class Blocks:
             raise ForeignRead(f"blocks {block_ids} hold unfilled slots: {first.hex()}")
         return first
 
-    def _sample(self, row: Row, given: SampleInput) -> SampledToken:
+    def _sample(self, row: Row, length: int, given: SampleInput) -> SampledToken:
+        """After the first `length` tokens of the row."""
         params, position = given.params, given.position
-        context = self._context(row, row.start + len(row.token_ids))
+        context = self._context(row, row.start + length)
         token = _draw(context.checksum(), params.seed or 0, given.key.index, position, given.banned_token_ids)
         return SampledToken(token, None if params.logprobs is None else Logprob(token, logprob_of(token, position)))
 

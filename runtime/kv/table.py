@@ -153,12 +153,20 @@ class TableKeeper:
             table.block_ids[index] = NO_BLOCK
             table.num_dropped = index + 1
 
+    def shorten(self, table: BlockTable, num_tokens: int) -> None:
+        """Gives back blocks that so many tokens do not need; they were leased for drafts and hold nothing of use."""
+        num_blocks = self._num_blocks(num_tokens)
+        for block_id in table.block_ids[num_blocks:]:
+            self.pool.release(block_id)
+        del table.block_ids[num_blocks:]
+
     def check(self, sequence: Sequence, table: BlockTable) -> str | None:
         """What is wrong with it."""
         num_full = sequence.num_computed // self._size
         ids, first = table.block_ids, self.group.first_needed(num_full * self._size)
         rules = {
             "a table is too short": len(ids) * self._size >= sequence.num_computed,
+            "a table is longer than its tokens": (len(ids) - 1) * self._size < len(sequence.tokens),
             "a full block is not sealed": table.num_sealed == num_full,
             "a block is gone that is needed": NO_BLOCK not in ids[first:],
             "a block is kept that nobody needs": all(block_id == NO_BLOCK for block_id in ids[:first]),

@@ -103,7 +103,7 @@ def make_batches(rows: Sequence[Row], storage: RankStorage) -> list[Batch]:
 
 def _of_group(row: Row, first_block: BlockId) -> Row:
     table = [b if b == NO_BLOCK else BlockId(b - first_block) for b in row.window_block_ids]
-    return Row(row.token_ids, row.start, table, row.sample)
+    return Row(row.token_ids, row.start, table, row.num_samples)
 
 
 def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
@@ -118,16 +118,15 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
     token_ids = np.concatenate([np.asarray(t.row.token_ids, dtype=np.int64) for t in ordered])
     lengths = np.array([len(t.row.token_ids) for t in ordered])
     stops = np.cumsum(lengths)
-    last_token = {t.index: int(stop) - 1 for t, stop in zip(ordered, stops, strict=True)}
+    stop_of = {t.index: int(stop) for t, stop in zip(ordered, stops, strict=True)}
+    wanted = [range(stop_of[i] - row.num_samples, stop_of[i]) for i, row in enumerate(rows)]
 
     write_index = storage.slot_index(blocks, positions % block_size)
     lib = kernels_for(storage.blocks, storage.layout.head_dim)
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
-        sample_index=torch.tensor(
-            [last_token[i] for i, row in enumerate(rows) if row.sample], dtype=torch.int64, device=device
-        ),
+        sample_index=torch.tensor([token for tokens in wanted for token in tokens], dtype=torch.int64, device=device),
         contexts=None if lib is None else _contexts(lib, ordered, lengths, write_index, storage),
         write_index=torch.from_numpy(write_index.reshape(-1)).to(device),
         gathers=Gathers(decode, prefill, storage),

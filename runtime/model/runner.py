@@ -23,7 +23,7 @@ class Runner:
         self._parallel = parallel
 
     def execute(self, plan: StepPlan, samples: Sequence[SampleInput]) -> StepResult:
-        """Runs the forward pass; on rank 0 draws a token per row with `sample` (`samples` in the rows' order).
+        """Runs the forward pass; on rank 0 draws `num_samples` tokens per row (`samples` in the rows' order).
 
         Other ranks pass no samples and get an empty result. Mutates the KV storage.
         Raises `DeviceError` if the group breaks apart or the model's output is not finite.

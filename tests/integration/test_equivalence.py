@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.cluster.launch import Parts
 from kvferry.cluster.service import ClusterView
+from kvferry.runtime.config import SpeculationConfig, SpeculationMethod
 from kvferry.runtime.llm import LLM
 from kvferry.runtime.request import CompletionOutput, RequestOutput, SamplingParams
 from tests.support.deployment import Deployment, serve_config
@@ -173,6 +174,40 @@ async def test_without_hand_over(expected: Expected, tiny_model: str, shared_ray
     outputs, _ = await serve_and_compare(expected, tiny_model, ray_address=shared_ray, **fields)
     assert num_ferried(outputs) == 0
     assert any(output.num_cached_tokens for output in outputs) == fields.get("prefix_caching", True)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+async def test_with_speculation(
+    expected: Expected, llm: LLM, tiny_model: str, shared_ray: str, method: SpeculationMethod
+) -> None:
+    """Fault: ranks that disagree about a row with drafts; several tokens of a step that are lost or told twice.
+
+    Beside the usual requests, all at once, a few prompts that repeat themselves, one after another: there it pays.
+    """
+    sampling = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+    repeating = [Case(text * 6, sampling) for text in ("The ferry leaves. ", "one two three ", "渡轮")]
+    wanted = llm.generate([case.prompt for case in repeating], sampling)
+    draft_model = tiny_model if method == "draft" else None
+    config = serve_config(
+        tiny_model,
+        disaggregate="always",
+        decode_tp=2,
+        ray_address=shared_ray,
+        block_size=BLOCK,
+        num_blocks=NUM_BLOCKS,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        speculation=SpeculationConfig(method=method, max_tokens=4, draft_model=draft_model),
+    )
+    async with Deployment(config) as deployment:
+        for case, want in zip(repeating, wanted, strict=True):
+            (got,) = await ask(deployment, [case])
+            assert_same(got, want, case)
+        for got, want, case in zip(await ask(deployment, expected[0]), expected[1], expected[0], strict=True):
+            assert_same(got, want, case)
+        view = await deployment.assert_at_rest()
+    decode = next(group for group in view.groups if group.role == "decode")
+    assert decode.drafted_tokens > 0
+    assert decode.accepted_tokens > 0 or method == "ngram", "the random model does not repeat its prompt"
 
 
 async def test_with_a_pool_so_small_that_sequences_are_preempted(

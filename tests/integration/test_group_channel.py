@@ -56,7 +56,7 @@ def pair() -> Iterator[Pair]:
 
 def test_every_follower_gets_every_plan_in_order(pair: Pair) -> None:
     """Fault: a plan lost, repeated or changed on its way: ranks that compute different things."""
-    plans = [StepPlan(step=i, rows=[Row(list(range(i)), 0, [BlockId(i)], sample=True)]) for i in range(1, 20)]
+    plans = [StepPlan(step=i, rows=[Row(list(range(i)), 0, [BlockId(i)], num_samples=1)]) for i in range(1, 20)]
     for plan in plans:
         pair.leader.send(plan)
     for follower in pair.followers:
@@ -75,7 +75,7 @@ def test_reports_arrive_from_all_ranks(pair: Pair) -> None:
 
 def test_large_plan_passes(pair: Pair) -> None:
     """Fault: a frame larger than a socket's buffer is cut."""
-    plan = StepPlan(step=1, rows=[Row(list(range(400_000)), 0, [], sample=False)])
+    plan = StepPlan(step=1, rows=[Row(list(range(400_000)), 0, [], num_samples=0)])
     sender = threading.Thread(target=pair.leader.send, args=(plan,))
     sender.start()
     assert [next(follower.plans()) for follower in pair.followers] == [plan, plan]

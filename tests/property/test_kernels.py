@@ -73,7 +73,7 @@ def scorings(draw: st.DrawFn) -> Scoring:
 def given_back(row: Row, block_size: int, window: int | None) -> Row:
     """The row with nothing in its table before what its first token sees."""
     gone = 0 if window is None else max(0, row.start - window + 1) // block_size
-    return Row(row.token_ids, row.start, [NO_BLOCK] * gone + row.block_ids[gone:], row.sample)
+    return Row(row.token_ids, row.start, [NO_BLOCK] * gone + row.block_ids[gone:], row.num_samples)
 
 
 def places(row: Row, block_size: int, stop: int) -> list[tuple[BlockId, int]]:
@@ -118,7 +118,7 @@ def test_attention(case: tuple[KVStorage, list[Row], int, Scoring, int]) -> None
         assert batch.positions[mine].tolist() == list(range(row.start, row.start + len(row.token_ids)))
         expected = reference.paged_attention(q[mine], k_cache, v_cache, row.block_ids, row.start, *score)
         torch.testing.assert_close(got[mine].double(), expected, rtol=0, atol=TOLERANCE[dtype])
-    assert len(batch.sample_index) == sum(row.sample for row in rows)
+    assert len(batch.sample_index) == sum(row.num_samples for row in rows)
 
 
 def tokens_in_batch_order(rows: list[Row], block_size: int) -> list[Row]:

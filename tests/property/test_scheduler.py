@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.runtime.ids import SequenceKey
 from kvferry.runtime.request import SequenceRequest
-from tests.support.toy_engine import ToyEngine, toy_output, toy_request
+from tests.support.toy_engine import ToyEngine, ToyProposer, toy_output, toy_request
 
 pytestmark = pytest.mark.core
 SYSTEM = list(range(10))
@@ -24,10 +24,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     """The naive twin is `toy_output`: each sequence alone, without blocks."""
 
     KV: dict[str, int] = {"num_blocks": 12}
+    speculation = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.toy = ToyEngine(**self.KV, max_batch_tokens=BUDGET, max_sequences=MAX_SEQUENCES, max_waiting=6)
+        self.proposer = ToyProposer(5, self.KV.get("window") if "num_window_blocks" not in self.KV else None)
+        self.toy = ToyEngine(
+            **self.KV,
+            speculation=self.speculation,
+            proposer=self.proposer,
+            max_batch_tokens=BUDGET,
+            max_sequences=MAX_SEQUENCES,
+            max_waiting=6,
+        )
         self.window = self.toy.kv.main.window
         self.requests: dict[SequenceKey, SequenceRequest] = {}
         self.cancelled: set[SequenceKey] = set()
@@ -109,12 +118,30 @@ class MixedMachine(SchedulerMachine):
     KV = {"num_blocks": 12, "window": 7, "num_window_blocks": 6}
 
 
+class SpeculatingMachine(SchedulerMachine):
+    """Rows with drafts, right and wrong: a token accepted in vain, its KV sealed, a block kept that it needed."""
+
+    speculation = 5
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert not self.proposer.known, "a proposer is told of every end"
+
+
+class SpeculatingMixedMachine(SpeculatingMachine):
+    KV = MixedMachine.KV
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
 TestWindow = WindowMachine.TestCase
 TestWindow.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestMixed = MixedMachine.TestCase
 TestMixed.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestSpeculation = SpeculatingMachine.TestCase
+TestSpeculation.settings = TestWindow.settings
+TestSpeculationMixed = SpeculatingMixedMachine.TestCase
+TestSpeculationMixed.settings = TestWindow.settings
 
 
 def test_prefix_of_simultaneous_arrivals_is_computed_once() -> None:

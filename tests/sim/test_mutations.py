@@ -18,11 +18,13 @@ from kvferry.cluster.legs import Record
 from kvferry.cluster.prefix_index import PrefixIndex, _Entries
 from kvferry.cluster.sim.runner import simulate
 from kvferry.cluster.transfers import Transfers
+from kvferry.runtime import scheduler
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import NO_BLOCK
 from kvferry.runtime.kv.groups import BlockGroup
 from kvferry.runtime.kv.pool import BlockPool
 from kvferry.runtime.kv.table import TableKeeper
+from kvferry.runtime.speculation.acceptance import accept
 from kvferry.runtime.transfer.inbound import Inbound
 from kvferry.runtime.transfer.outbound import Outbound
 
@@ -173,6 +175,15 @@ def index_ignores_gaps(patch: Patch) -> None:
     patch(PrefixIndex, "apply", apply)
 
 
+def scheduler_accepts_one_token_too_many(patch: Patch) -> None:
+    """Speculation: what was drawn behind the first wrong guess is delivered as well."""
+
+    def too_many(draft: Any, drawn: Any) -> Any:
+        return drawn[: len(accept(draft, drawn)) + 1]
+
+    patch(scheduler, "accept", too_many)
+
+
 def driver_forgets_dead_gateways(patch: Patch) -> None:
     """Leader: a dead gateway's sequences run on."""
     patch(EngineDriver, "_forget_gateway", lambda self, gateway: None)
@@ -208,6 +219,7 @@ def usage_counts_what_was_ferried(patch: Patch) -> None:
         coordinator_counts_a_token_twice,
         transfers_are_not_renewed,
         index_ignores_gaps,
+        scheduler_accepts_one_token_too_many,
         driver_forgets_dead_gateways,
         fetches_are_waited_for_for_ever,
         usage_counts_what_was_ferried,

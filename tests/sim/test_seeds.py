@@ -33,6 +33,7 @@ def test_faults_are_observed_not_only_injected() -> None:
         *("frame lost", "frame repeated", "frame overtaken", "slow client", "cancel", "deadline", "preemption"),
         *("no room for a transfer", "lease lapsed", "transfer failed", "request outlived a loss", "drain"),
         *("scale up", "scale down", "role change", "rolling restart", "rank death", "sequence moved while it ran"),
+        *("draft accepted", "draft rejected"),
     }
     assert not {kind for kind in wanted if not observed[kind]}
 

@@ -86,7 +86,7 @@ class Sequences:
     def step(self, rows: list[Row]) -> list[int]:
         greedy = SamplingParams(temperature=0.0, seed=0)
         key = SequenceKey(RequestId("r"), 0, 0)
-        samples = [SampleInput(key, greedy, 0, [], [], []) for row in rows if row.sample]
+        samples = [SampleInput(key, greedy, 0, [], [], []) for row in rows for _ in range(row.num_samples)]
         result = self.runner.execute(StepPlan(self.steps, rows), samples if self.leads else [])
         self.steps += 1
         return [token.token_id for token in result.sampled]

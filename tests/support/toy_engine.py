@@ -6,15 +6,18 @@ same of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig, TransferConfig
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import NO_BLOCK, Epoch, GroupId, Peer, RequestId, SequenceKey
 from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import SamplingParams, SequenceRequest
+from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.speculator import Proposer
 from kvferry.runtime.step import Row, SampledToken, SampleInput, Send, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, RankAddress
 
@@ -63,8 +66,10 @@ class ToyRunner:
         sampled = []
         inputs = iter(samples)
         for row in plan.rows:
-            context = self.context(row)
-            if row.sample:
+            first, seen = self.seen(row)
+            length = first + len(seen)
+            for end in range(length - row.num_samples + 1, length + 1):
+                context = seen[: end - first][-(self.groups[0].window or length) :]
                 given = next(inputs)
                 token = toy_next(context, given.params.seed or 0, given.key.index)
                 while token in given.banned_token_ids:
@@ -74,8 +79,8 @@ class ToyRunner:
             self.sends.append((send, [list(self.blocks[b]) for b in send.source_block_ids]))
         return StepResult(sampled)
 
-    def context(self, row: Row) -> list[int]:
-        """What the row's last token sees of the tokens up to it; the row's first one must see its own window too."""
+    def seen(self, row: Row) -> tuple[int, list[int]]:
+        """A position, and the tokens from there on that the main group's layers see from the row's first token on."""
         length, seen = row.start + len(row.token_ids), []
         for group, table in zip(self.groups, (row.block_ids, row.window_block_ids), strict=False):
             first = 0 if group.window is None else max(0, row.start + 1 - group.window)
@@ -83,11 +88,35 @@ class ToyRunner:
             seen.append([self.blocks[table[p // self.size]][p % self.size] for p in range(first, length)])
             assert POISON not in seen[-1], "a row read a slot that nobody filled"
         assert all(seen[0][-len(tokens) :] == tokens for tokens in seen), "block groups differ"
-        return seen[0][-(self.groups[0].window or length) :]
+        return length - len(seen[0]), seen[0]
 
     def poison(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
             self.blocks[block_id] = [POISON] * self.size
+
+
+class ToyProposer:
+    """Knows the truth and says something else behind every context whose last token divides by `wrong`."""
+
+    def __init__(self, wrong: int, window: int | None = None) -> None:
+        self.wrong, self.window = wrong, window
+        self.known: set[SequenceKey] = set()
+
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+        self.known |= {s.key for s in sequences}
+        return [self._guess(s, count) for s, count in zip(sequences, counts, strict=True)]
+
+    def _guess(self, sequence: Sequence, count: int) -> list[int]:
+        tokens = list(sequence.tokens)
+        for _ in range(count):
+            token = toy_next(
+                tokens[-(self.window or len(tokens)) :], sequence.request.sampling.seed or 0, sequence.key.index
+            )
+            tokens.append((token + (tokens[-1] % self.wrong == 0)) % VOCAB)
+        return tokens[len(sequence.tokens) :]
+
+    def forget(self, key: SequenceKey) -> None:
+        self.known.discard(key)
 
 
 class Ticks:
@@ -130,6 +159,8 @@ class ToyEngine:
         name: str = "toy",
         window: int | None = None,
         num_window_blocks: int | None = None,
+        speculation: int = 0,
+        proposer: Proposer | None = None,
         **scheduler: Any,
     ) -> None:
         self.kv = toy_groups(num_blocks, block_size, window, num_window_blocks)
@@ -140,6 +171,7 @@ class ToyEngine:
             cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
             scheduler=SchedulerConfig(**scheduler),
             transfer=TransferConfig(transport="local", blocks_per_message=2),
+            speculation=SpeculationConfig(method="ngram" if speculation else "none", max_tokens=speculation or 1),
         )
         self.engine = Engine(
             config,
@@ -147,11 +179,22 @@ class ToyEngine:
             ROOT,
             self.address,
             1 << 20,
-            self.runner.execute,
+            self._execute if speculation else self.runner.execute,
             self.clock,
+            proposer,
         )
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.ends: dict[SequenceKey, str] = {}
+
+    def _execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        """Takes long beside what a proposer takes, and as long whatever is in it: so drafting pays, always."""
+        self.clock.now_ns += 1_000_000
+        return self.runner.execute(plan, samples)
+
+    def drafted(self) -> tuple[int, int]:
+        """Tokens drafted, and of these accepted."""
+        load = self.engine.load()
+        return load.drafted_tokens_total, load.accepted_tokens_total
 
     def submit(self, request: SequenceRequest) -> None:
         self.engine.submit(request, self.clock())

@@ -45,6 +45,7 @@ class ToyRank:
         self.rank = rank
         self.kv = one_group(LAYOUT, 64)
         self.hash_root = ROOT
+        self.proposer = None
         self.max_context = 256
         self.address = RankAddress(host=host, store_port=0, machine="toy")
         if on_progress:
@@ -56,7 +57,7 @@ class ToyRank:
     def execute(self, plan: StepPlan, samples: list[Any]) -> StepResult:
         if any(99_999 in row.token_ids for row in plan.rows) and self.rank == 0:
             os._exit(3)
-        return StepResult([SampledToken(next_token(row.token_ids)) for row in plan.rows if row.sample])
+        return StepResult([SampledToken(next_token(row.token_ids)) for row in plan.rows if row.num_samples])
 
     def close(self) -> None: ...
 
@@ -86,6 +87,7 @@ class ToyEngine:
         address: GroupAddress,
         max_context: int,
         execute: Callable[[StepPlan, list[Any]], StepResult],
+        proposer: Any = None,
     ) -> None:
         self.address, self.num_blocks, self.execute = address, kv.num_blocks, execute
         self.running: dict[SequenceKey, tuple[SequenceRequest, list[int]]] = {}
@@ -155,7 +157,7 @@ class ToyEngine:
         if keys:
             time.sleep(STEP_S)
         rows = [
-            Row([*self.running[key][0].prompt_token_ids, *self.running[key][1]], 0, [], sample=True) for key in keys
+            Row([*self.running[key][0].prompt_token_ids, *self.running[key][1]], 0, [], num_samples=1) for key in keys
         ]
         result = self.execute(StepPlan(step=self.num_steps, rows=rows), [])
         for key, sampled in zip(keys, result.sampled, strict=True):

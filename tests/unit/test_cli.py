@@ -44,7 +44,7 @@ OPTIONS = {
         *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum", "quantization"),
         *("metrics-port", "log-json", "disaggregate", "priority-step-s", "max-bypass", "drain-s"),
         *("max-requests", "max-queue-s", "retry-budget", "max-unread", "slow-reader-s"),
-        *("eviction", "fetch-prefix", "isolate-tenants"),
+        *("eviction", "fetch-prefix", "isolate-tenants", "speculation", "speculation-tokens", "draft-model"),
     },
     "generate": {"n", "json", "timeline", "priority", "retry-budget"} | SAMPLING | SERVER,
     "chat": {"system"} | SAMPLING | SERVER,
@@ -127,6 +127,7 @@ def test_every_field_can_be_set() -> None:
         *("--max-bypass", "21", "--max-requests", "22", "--max-queue-s", "23", "--retry-budget", "24"),
         *("--max-unread", "25MiB", "--slow-reader-s", "26", "--drain-s", "27", "--quantization", "int8"),
         *("--eviction", "lru", "--fetch-prefix", "never", "--isolate-tenants"),
+        *("--speculation", "draft", "--speculation-tokens", "28", "--draft-model", "small"),
     )
     blocks = config_of("m", "--num-blocks", "5").engine.cache
     assert blocks.num_blocks == 5

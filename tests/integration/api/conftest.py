@@ -44,6 +44,8 @@ GROUP = GroupView(
     received_bytes=1 << 33,
     num_preemptions=4,
     pids=[11, 12],
+    drafted_tokens=40,
+    accepted_tokens=30,
 )
 CLUSTER = ClusterView(model="toy", groups=[GROUP], num_requests=1, num_finished=2, num_failed=3, num_resumed=4)
 OPERATED = OperationView(
