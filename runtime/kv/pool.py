@@ -102,6 +102,10 @@ class BlockPool:
         held = (h in self._pending or ((b := self._sealed.get(h)) is not None and self._refs[b] > 0) for h in hashes)
         return len(hashes) - sum(held)
 
+    def num_alone(self, held: Sequence[BlockId]) -> int:
+        """Of held blocks, those that nobody else holds: letting go of them makes room."""
+        return sum(self._refs[block_id] == 1 for block_id in held)
+
     # ------------------------------------------------------------- holding
     def lease(self, count: int) -> list[BlockId]:
         """`count` blocks with one reference each and undefined contents; evicts idle ones as needed.

@@ -90,11 +90,14 @@ class TableKeeper:
                 self.pool.release(block_id)
 
     def num_wanted(self, sequence: Sequence, hits: list[BlockId]) -> int:
-        """Blocks besides `hits` that it needs until its known tokens are computed."""
+        """Blocks besides `hits`, which it holds, that it needs until its known tokens are computed.
+
+        Behind a window it gives some back meanwhile, but that makes no room where others hold them too (seed 5946).
+        """
         fresh = self._num_blocks(len(sequence.tokens)) - len(hits)
         if self._max_held is None:
             return fresh
-        return max(1, min(fresh, self._max_held - sum(block_id != NO_BLOCK for block_id in hits)))
+        return max(1, min(fresh, self._max_held - self._num_alone(hits)))
 
     def num_growing(self, running: list[Sequence], place: int) -> int:
         """Blocks that running sequences may soon ask for; `place`: of this group's table."""
@@ -107,7 +110,10 @@ class TableKeeper:
         if sequence.num_uncomputed <= 1:
             return 1
         left = self._num_blocks(len(sequence.tokens)) - table.num_dropped
-        return max(1, min(left, self._max_held) - table.num_held)
+        return max(1, min(left - table.num_held, self._max_held - self._num_alone(table.block_ids)))
+
+    def _num_alone(self, block_ids: list[BlockId]) -> int:
+        return self.pool.num_alone([block_id for block_id in block_ids if block_id != NO_BLOCK])
 
     def open(self, sequence: Sequence, table: BlockTable, hits: list[BlockId]) -> None:
         """Begins a table with references taken before; leases the rest at once unless there is a window."""

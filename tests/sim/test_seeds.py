@@ -55,3 +55,9 @@ def test_pauses_between_retries_stay_short() -> None:
             await stream.aclose()
 
     world.run(life())
+
+
+def test_sequences_that_get_in_each_others_way_behind_a_window() -> None:
+    """Fault (seed 5946): three took turns for ever, each preempted before it had a token: what they gave back of their
+    windows a transfer held as well, so it made no room."""
+    assert not simulate_many([5946]).failed
