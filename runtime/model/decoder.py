@@ -70,7 +70,7 @@ def build_model(
     start, stop = builder.cut(spec.vocab_size)
     head = embedding[start:stop] if spec.tied_embeddings else builder.get("head.weight", 0, start, stop)
     layers = [builder.layer(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
-    output = builder.linear(head)
+    output = builder.linear(head, fine=True)  # few rows reach it, and nothing behind it evens errors out
     if builder.num_unquantized:
         _log.warning(
             "linears_not_quantized", quantization=quantization, count=builder.num_unquantized, of=builder.num_linears
@@ -130,8 +130,8 @@ class _Builder:
         share = count // self._parallel.size
         return self._rank * share, (self._rank + 1) * share
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        made = make_linear(weight, bias, self._quantization)
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, fine: bool = False) -> Linear:
+        made = make_linear(weight, bias, self._quantization, fine)
         self.num_linears += 1
         self.num_unquantized += self._quantization != "none" and isinstance(made, PackedLinear)
         return made
