@@ -176,5 +176,5 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
     )
     own, whole = -(-spec.vocab_size // tp_size), spec.vocab_size if tp_size > 1 else 0
     rows = min(workload.max_batch_tokens, workload.max_sequences)
-    logits = (own + whole) * size + 2 * spec.vocab_size * 4 + 3 * own * 4 * eight
+    logits = (own + whole) * size + 2 * spec.vocab_size * 4 + 2 * own * 4 * eight
     return workload.max_batch_tokens * width + rows * logits

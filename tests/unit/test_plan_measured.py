@@ -142,4 +142,4 @@ def test_a_step_stays_within_the_bound(dtype: DType, quantization: Quantization,
         device_memory_bytes=1 << 30, context=100, link_bytes_per_s=1e9, device="cpu", quantization=quantization
     )
     bound = activation_bytes(spec, dtype, layout, workload)
-    assert bound / 3 < peak <= bound
+    assert bound / 4 < peak <= bound
