@@ -85,6 +85,7 @@ class RankLike(Protocol):
     """The part of `kvferry.runtime.rank.Rank` that a worker drives."""
 
     address: RankAddress
+    dtype: str
     layout: KVLayout
     num_blocks: int
     max_context: int
@@ -203,7 +204,7 @@ class Worker:
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             model=self._spec.model,
-            dtype=rank.layout.dtype,
+            dtype=rank.dtype,
             pids=pids,
         )
 

@@ -15,7 +15,7 @@ from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
-from kvferry.runtime.model.fit import resolve_dtype, resolve_max_context, resolve_num_blocks
+from kvferry.runtime.model.fit import resolve_dtype, resolve_kv_dtype, resolve_max_context, resolve_num_blocks
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
@@ -50,9 +50,9 @@ class Rank:
         self.spec.check_tensor_parallel(tp_size)
         self.dtype = resolve_dtype(config, self.spec)
         self.max_context = resolve_max_context(config, self.spec)
-        self.layout = self.spec.kv_layout(config.cache.block_size, self.dtype, tp_size)
+        self.layout = self.spec.kv_layout(config.cache.block_size, resolve_kv_dtype(config, self.spec), tp_size)
         self.num_blocks = resolve_num_blocks(config, self.layout)
-        self.hash_root = hash_root({"model": model_identity(files), **self.layout.content_fields})
+        self.hash_root = hash_root({"model": model_identity(files), "dtype": self.dtype, **self.layout.content_fields})
         self.rank = rank
         self._config = config
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,7 +67,7 @@ class Rank:
             decoder = build_model(self.spec, weights, getattr(torch, self.dtype), rank, self._parallel, device)
         finally:
             weights.close()
-        self.storage = KVStorage(self.layout, self.num_blocks, device)
+        self.storage = KVStorage(self.layout, self.num_blocks, device, dtype=getattr(torch, self.dtype))
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._secret = secret.encode()
         self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)

@@ -12,11 +12,15 @@ def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int) -> None:
     """Raises the `InvalidArgument` that a rank of a group of `tp_size` would raise."""
     spec.check_tensor_parallel(tp_size)
     resolve_max_context(config, spec)
-    resolve_num_blocks(config, spec.kv_layout(config.cache.block_size, resolve_dtype(config, spec), tp_size))
+    resolve_num_blocks(config, spec.kv_layout(config.cache.block_size, resolve_kv_dtype(config, spec), tp_size))
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     return spec.dtype if config.dtype == "auto" else config.dtype
+
+
+def resolve_kv_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    return resolve_dtype(config, spec) if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
 
 
 def resolve_max_context(config: EngineConfig, spec: ModelSpec) -> int:

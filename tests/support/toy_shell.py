@@ -42,7 +42,7 @@ class ToyRank:
 
     def __init__(self, model: str, config: Any, *, rank: int, host: str, on_progress: Any = None, **_: Any) -> None:
         self.rank = rank
-        self.layout = LAYOUT
+        self.dtype, self.layout = LAYOUT.dtype, LAYOUT
         self.num_blocks = 64
         self.hash_root = ROOT
         self.max_context = 256
