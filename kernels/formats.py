@@ -51,7 +51,7 @@ class SlotFormat:
             return x
         size = self.head_dim & -self.head_dim
         parts = x.float().reshape(*x.shape[:-1], -1, size)
-        turned = torch.matmul(parts, _hadamard(size).to(x.device))
+        turned: torch.Tensor = torch.matmul(parts, _hadamard(size).to(x.device))
         return turned.reshape(x.shape).to(x.dtype)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:

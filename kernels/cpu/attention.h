@@ -107,7 +107,7 @@ INLINE void prefetch(const void* slot, int64_t bytes) {
 
 // Turns up to kGroup keys into columns `[units of a key, kGroup]`; the missing ones are zero. Calls for `later` keys.
 template <class T>
-void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t dim, const uint8_t* const* later,
+void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t dim, const T* const* later,
                int64_t num_later, int64_t slot_bytes) {
   int64_t units = dim * (int64_t)sizeof(T) / 4;
   for (int64_t first = 0; first < kGroup; first += W) {
@@ -247,13 +247,14 @@ struct Tile {
   }
 
   // Where the chunk's keys are stored.
-  void find_keys(const Contexts& all, const uint8_t* cache, int64_t c, const uint8_t** keys) const {
+  template <class T>
+  void find_keys(const Contexts& all, const uint8_t* cache, int64_t c, const T** keys) const {
     int64_t skip = hidden(c), at = c * kChunk + skip, block = at / all.block_size, slot = at % all.block_size;
     const int64_t* table = all.tables + all.table_at[row];
     const uint8_t* base = cache + head * all.block_size * all.slot_bytes;
     for (int64_t i = skip, n = length(c); i < n; block++, slot = 0)
       for (const uint8_t* span = base + table[block] * all.block_bytes; slot < all.block_size && i < n; slot++, i++)
-        keys[i] = span + slot * all.slot_bytes;
+        keys[i] = (const T*)(span + slot * all.slot_bytes);
   }
 };
 
@@ -263,8 +264,8 @@ class Worker {
   const Contexts& all;
   int64_t dim, group, units;
   float scale;  // of scores as `weigh` finds them: capped ones are scaled already
-  const uint8_t* keys[2][kChunk];
-  const T* vectors[kChunk];  // keys, then values of the chunk as they are computed with
+  const T* keys[2][kChunk];  // where they are stored, in whatever format
+  const T* vectors[kChunk];  // keys, then values of the chunk in rows of `unpacked`
   int64_t num_next = 0;  // keys of the chunk after this one, in keys[1 - now]
   int now = 0;
   uint32_t *q, *packed, *weights;
@@ -325,15 +326,21 @@ class Worker {
     num_next = tile.length(chunk);
   }
 
-  // Lets `vectors` show the chunk's keys, or what lies `offset` bytes behind each.
-  void view(int64_t hidden, int64_t length, int64_t offset) {
-    bool native = all.format == Native<T>::kFormat;
-    for (int64_t i = hidden; i < length; i++) {
-      const uint8_t* slot = keys[now][i] + offset;
-      if (!native) unpack_slot(all.format, slot, unpacked + i * dim, dim);
-      vectors[i] = native ? (const T*)slot : unpacked + i * dim;
+  static const T* behind(const T* slot, int64_t bytes) { return (const T*)((const uint8_t*)slot + bytes); }
+
+  // The chunk's keys, or what lies `offset` bytes behind each, as they are computed with; before `hidden`, something
+  // finite that gets no weight.
+  const T* const* view(int64_t hidden, int64_t length, int64_t offset) {
+    const T** shown = keys[now];
+    if (all.format != Native<T>::kFormat) {
+      for (int64_t i = hidden; i < length; i++) {
+        unpack_slot(all.format, (const uint8_t*)behind(keys[now][i], offset), unpacked + i * dim, dim);
+        vectors[i] = unpacked + i * dim;
+      }
+      shown = vectors;
     }
-    for (int64_t i = 0; i < hidden; i++) vectors[i] = vectors[hidden];  // something finite, which gets no weight
+    for (int64_t i = 0; i < hidden; i++) shown[i] = shown[hidden];
+    return shown;
   }
 
   T* out(const Tile& tile, int64_t query) const {
@@ -356,13 +363,15 @@ class Worker {
   void attend(const Tile& tile, int64_t chunk) {
     int64_t start = chunk * kChunk, length = tile.length(chunk), hidden = tile.hidden(chunk);
     int64_t values = all.num_kv_heads * all.block_size * all.slot_bytes;  // from a key to its value
-    view(hidden, length, 0);
+    bool native = all.format == Native<T>::kFormat;
+    const T* const* mine = view(hidden, length, 0);
+    int64_t shift = native ? values : 0;
     auto first_row = [&](int64_t position) { return position > tile.position ? (position - tile.position) * group : 0; };
     int64_t seeing = start + length - 1 + all.window - tile.position;  // queries whose window has not left the chunk
     int64_t rows = (seeing < tile.queries ? seeing : tile.queries) * group;
     for (int64_t t = hidden / kGroup * kGroup; t < length; t += kGroup) {
       int64_t count = length - t < kGroup ? length - t : kGroup, from = first_row(start + t);
-      pack_keys(vectors + t, count, packed, dim, keys[1 - now] + t, num_next - t, all.slot_bytes);
+      pack_keys(mine + t, count, packed, dim, keys[1 - now] + t, num_next - t, all.slot_bytes);
       product<T>(rows - from, q + from * units, units, packed, kGroup, scores + from * kChunk + t, kChunk, units);
     }
     int64_t from = first_row(start), padded = (length + 2 * W - 1) / (2 * W) * (2 * W);
@@ -374,13 +383,13 @@ class Worker {
       weigh<T>(scores + r * kChunk, weights + r * stride, first, sees < length ? sees : length, padded, scale,
                fresh_top(r), fresh_total(r));
     }
-    view(hidden, length, values);
+    if (!native) view(hidden, length, values);
     for (int64_t t = skip * kStep; t < length; t += kStep) {
-      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(keys[1 - now][i] + values, all.slot_bytes);
-      const T* following = t + 1 < length ? vectors[t + 1] : nullptr;
-      pack_value<T>(vectors[t], following, packed + (t / kStep - skip) * dim, dim);
+      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(behind(keys[1 - now][i], values), all.slot_bytes);
+      const T* following = t + 1 < length ? behind(mine[t + 1], shift) : nullptr;
+      pack_value<T>(behind(mine[t], shift), following, packed + (t / kStep - skip) * dim, dim);
     }
-    for (int64_t i = length; i < num_next; i++) prefetch(keys[1 - now][i] + values, all.slot_bytes);
+    for (int64_t i = length; i < num_next; i++) prefetch(behind(keys[1 - now][i], values), all.slot_bytes);
     product<T>(rows - from, weights + from * stride + skip, stride, packed, dim, fresh + from * dim, dim,
                (length + kStep - 1) / kStep - skip);
     if (tile.split) {
