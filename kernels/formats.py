@@ -3,7 +3,7 @@
     float32, bfloat16, float16   D numbers
     fp8      D bytes: e4m3, cut off at its largest, 448
     int8     D bytes, then a scale: x = scale · n, n in -127 … 127
-    int4     D/2 bytes, then for each run of 32 numbers a scale and a zero: x = zero + scale · n, n in 0 … 15
+    int4     D/2 bytes, then for each run of 16 numbers a scale and a zero: x = zero + scale · n, n in 0 … 15
              byte i holds n of x[i] in its lower half, that of x[i + D/2] in the upper
 
 Keys are turned before they become int4, and queries with them, so that scores stay the same: a Hadamard matrix spreads
@@ -14,13 +14,14 @@ and in whatever company it was computed. A vector with a NaN reads as NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-INT4_RUN = 32
+INT4_RUN = 16
 _FP8_MAX = 448.0
 
 
@@ -69,7 +70,7 @@ def _hadamard(size: int) -> torch.Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / size**0.5
+    return matrix / math.sqrt(size)
 
 
 def _pack_int8(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@
 namespace {
 
 enum Format { kFloat32, kBfloat16, kInt8, kInt4, kFp8 };
-enum { kRun = 32 };  // consecutive numbers that share scale and zero in int4; a multiple of W
+enum { kRun = 16 };  // consecutive numbers that share scale and zero in int4; a multiple of W
 
 template <class T>
 struct Native;

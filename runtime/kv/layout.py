@@ -39,7 +39,7 @@ FORMATS = {
     "bfloat16": KVFormat(bits=16, element="bfloat16"),
     "float16": KVFormat(bits=16, element="float16"),
     "int8": KVFormat(bits=8, run_bytes=2),
-    "int4": KVFormat(bits=4, run=32, run_bytes=4),
+    "int4": KVFormat(bits=4, run=16, run_bytes=4),
     "fp8": KVFormat(bits=8),
 }
 

@@ -50,7 +50,7 @@ def test_a_slot_has_the_layouts_bytes_and_gives_back_what_was_put_in(name: str, 
     if name == "fp8":
         assert (error <= x.abs() * STEPS[name] + 2**-10).all()
     else:
-        run = 32 if name == "int4" else head_dim
+        run = 16 if name == "int4" else head_dim
         runs = [r.flatten(-1) for r in x.split(run, dim=-1)]
         size = [(r.amax(-1) - r.amin(-1) if name == "int4" else r.abs().amax(-1))[..., None].expand_as(r) for r in runs]
         assert (error <= torch.cat(size, dim=-1) * STEPS[name] * 1.02 + x.abs() * 0.004 * (name == "int4")).all()
@@ -197,7 +197,7 @@ def test_no_way_changes_a_token(model: str, kv_dtype: str, kernels: bool, monkey
     assert num_bytes == len(PROMPT) // 16 * layout.block_bytes
 
 
-def test_bytes_ferried_fall_to_about_a_half_and_a_third(model: str) -> None:
+def test_bytes_ferried_fall_to_about_a_half_and_three_eighths(model: str) -> None:
     """Blocks that are unpacked for the way: then quantising would save memory, but no time on a link."""
     sent = {kv_dtype: ferried(model, kv_dtype)[1] for kv_dtype in ("bfloat16", "int8", "int4")}
     assert sent["int8"] / sent["bfloat16"] == 18 / 32  # of these small heads of 16 numbers
@@ -205,4 +205,4 @@ def test_bytes_ferried_fall_to_about_a_half_and_a_third(model: str) -> None:
     usual = {name: form.slot_bytes(64) / FORMATS["bfloat16"].slot_bytes(64) for name, form in FORMATS.items()}
     assert usual["int8"] < 0.52
     assert usual["fp8"] == 0.5
-    assert usual["int4"] < 0.32
+    assert usual["int4"] < 0.38
