@@ -13,7 +13,7 @@ import tyro
 from kvferry.cluster.cli_serve import parse_bytes
 from kvferry.cluster.cli_shared import shown
 from kvferry.kernels.packing import Quantization
-from kvferry.runtime.config import CacheConfig, DType, EngineConfig, SchedulerConfig, check_range
+from kvferry.runtime.config import CacheConfig, DType, EngineConfig, KVDType, SchedulerConfig, check_range
 from kvferry.runtime.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class Plan:
     """Speed of the network between two groups, in bytes (GB/s) or bits (Gbit/s) a second."""
 
     dtype: DType = _ENGINE.dtype
-    """Number format of weights and KV cache; auto is what the model's files say."""
+    """Number format of weights and computation; auto is what the model's files say."""
+    kv: KVDType = _ENGINE.cache.kv_dtype
+    """How keys and values are stored and shipped; auto is as computed."""
     quantization: Quantization = _ENGINE.quantization
     """Of the weights, on CPUs."""
     block_size: int = _ENGINE.cache.block_size
@@ -73,13 +75,13 @@ class Plan:
     def plan(self) -> MemoryPlan:
         """Raises `InvalidArgument`, `UnsupportedModel`, `CorruptModel`, `NotFound`."""
         from kvferry.runtime.model.files import describe
-        from kvferry.runtime.model.fit import check_quantization, resolve_dtype
+        from kvferry.runtime.model.fit import check_quantization, resolve_dtype, resolve_kv_dtype
         from kvferry.runtime.model.plan import Workload, plan_memory
 
         engine = EngineConfig(
             dtype=self.dtype,
             quantization=self.quantization,
-            cache=CacheConfig(block_size=self.block_size),
+            cache=CacheConfig(block_size=self.block_size, kv_dtype=self.kv),
             scheduler=SchedulerConfig(max_batch_tokens=self.max_batch_tokens, max_sequences=self.max_sequences),
         )
         check_range("tp", self.tp, 1, 1024)
@@ -100,7 +102,8 @@ class Plan:
         )
         spec.check_tensor_parallel(self.tp)
         check_quantization(engine, spec)
-        return plan_memory(spec, spec.kv_layout(engine.cache.block_size, dtype, self.tp), dtype, workload)
+        layout = spec.kv_layout(engine.cache.block_size, resolve_kv_dtype(engine, spec), self.tp)
+        return plan_memory(spec, layout, dtype, workload)
 
     def run(self) -> None:
         plan = self.plan()

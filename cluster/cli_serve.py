@@ -23,6 +23,7 @@ from kvferry.runtime.config import (
     CacheConfig,
     DType,
     EngineConfig,
+    KVDType,
     SchedulerConfig,
     SpeculationConfig,
     SpeculationMethod,
@@ -119,7 +120,7 @@ class Serve:
     """Write events as JSON objects instead of lines for people."""
 
     dtype: DType = _ENGINE.dtype
-    """Number format of weights and KV cache; auto is what the model's files say."""
+    """Number format of weights and computation; auto is what the model's files say."""
     quantization: Quantization = _ENGINE.quantization
     """Of the weights, on CPUs: int8 is faster everywhere, int4 is smallest and fastest for a few answers at a time."""
     threads: Annotated[int | None, shown("INT", "the cores that others leave idle")] = _ENGINE.threads
@@ -127,6 +128,8 @@ class Serve:
 
     block_size: int = _ENGINE.cache.block_size
     """Tokens in a KV block. Prefixes are shared in whole blocks."""
+    kv_dtype: KVDType = _ENGINE.cache.kv_dtype
+    """How the KV cache is stored and sent: int8 and fp8 halve it, int4 takes three eighths. auto: as it is computed."""
     kv_memory: Annotated[str | None, shown("SIZE", DEFAULT_KV_MEMORY)] = None
     """Memory for the KV cache of each worker."""
     num_blocks: Annotated[int | None, shown("INT", "as many as fit --kv-memory")] = _ENGINE.cache.num_blocks
@@ -212,6 +215,7 @@ class Serve:
             threads=self.threads,
             cache=CacheConfig(
                 block_size=self.block_size,
+                kv_dtype=self.kv_dtype,
                 num_blocks=self.num_blocks,
                 kv_memory_bytes=parse_bytes("kv_memory", self.kv_memory or DEFAULT_KV_MEMORY),
                 prefix_caching=self.prefix_caching,

@@ -86,6 +86,7 @@ class RankLike(Protocol):
     """The part of `kvferry.runtime.rank.Rank` that a worker drives."""
 
     address: RankAddress
+    dtype: str
     kv: KVGroups
     max_context: int
     hash_root: bytes
@@ -206,7 +207,7 @@ class Worker:
             max_sequences=scheduler.max_sequences,
             max_batch_tokens=scheduler.max_batch_tokens,
             model=self._spec.model,
-            dtype=rank.kv.main.layout.dtype,
+            dtype=rank.dtype,
             pids=pids,
         )
 

@@ -1,11 +1,11 @@
 """Attention over keys and values that lie in blocks.
 
 Legend: T tokens, R rows, Q query tokens of a row, H query heads, N KV heads (G = H/N query heads share one), S gathered
-slots of a row (whole blocks, padded to the longest row), B block size, D head dim, E = B·D.
+slots of a row (whole blocks, padded to the longest row), B block size, D head dim.
 
-One layer's cache is seen in two flat ways, both contiguous: as slots `[·, D]` (one head of one token) and as spans
-`[·, E]` (one head of one block). What a step writes and reads is named by indices into them, made once per step and
-valid for all layers.
+One layer's cache is seen in two flat ways, both contiguous: as slots (one head of one token, stored in some `formats`)
+and as spans `[·, E]` (one head of one block, E = B slots). What a step writes and reads is named by indices into them,
+made once per step and valid for all layers.
 
 Slots that no token has filled may hold anything, NaN included. Prefill cuts them off; decode sets them to zero after
 the gather and their scores to -inf. So they never reach a result.
@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from kvferry.kernels.formats import SlotFormat
 
 _CHUNK = 64
 """Queries scored at once: enough for the matrix units, few enough that little above the diagonal is computed."""
@@ -42,33 +44,46 @@ class PagedRows:
     gathered: torch.Tensor
     """Scratch `[2·R·N·S/B, E]`; overwritten by every call."""
     unfilled: torch.Tensor
-    """int64: slots of the gathered `[2·R·N·S, D]` that hold no token. Padding names filled ones and is not listed."""
+    """int64: slots of the gathered `[2·R·N·S]` that hold no token. Padding names filled ones and is not listed."""
     mask: torch.Tensor
     """`[R·N, 1, S]`: 0 where the row sees a token, else -inf."""
 
 
-def write_kv(slots: torch.Tensor, index: torch.Tensor, kv_TND: torch.Tensor) -> None:
-    """Stores new keys and values. Mutates `slots` `[·, D]`.
+def write_kv(slots: torch.Tensor, index: torch.Tensor, packed_TN: torch.Tensor) -> None:
+    """Stores new keys and values. Mutates `slots` `[·, slot]`.
 
-    index: int64 `[T·2N]`; kv_TND: `[T, 2N, D]` (keys of all heads, then values), any strides.
+    index: int64 `[T·2N]`; packed_TN: `[T, 2N, slot]` (keys of all heads, then values), any strides.
     """
-    slots.index_copy_(0, index, kv_TND.reshape(-1, kv_TND.shape[-1]))
+    slots.index_copy_(0, index, packed_TN.reshape(-1, packed_TN.shape[-1]))
 
 
 def gather_kv(
-    spans: torch.Tensor, index: torch.Tensor, gathered: torch.Tensor, head_dim: int, num_heads: int
+    spans: torch.Tensor,
+    index: torch.Tensor,
+    gathered: torch.Tensor,
+    num_heads: int,
+    stored: SlotFormat,
+    unfilled: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies the context of `num_heads` heads (of one row, or of R rows) together: keys and values `[R·N, S, D]`.
 
-    index, gathered: as in `PagedRows`. Mutates `gathered`; the result lies in it.
+    index, gathered, unfilled: as in `PagedRows`. Mutates `gathered`, in which the result may lie.
     """
     torch.index_select(spans, 0, index, out=gathered)
-    k, v = gathered.view(2, num_heads, -1, head_dim)
+    kv = stored.unpack(gathered.view(-1, stored.slot))
+    if unfilled is not None:
+        kv.index_fill_(0, unfilled, 0.0)
+    k, v = kv.view(2, num_heads, -1, stored.head_dim)
     return k, v
 
 
 def paged_attention(
-    q_RHD: torch.Tensor, spans: torch.Tensor, rows: PagedRows, num_kv_heads: int, scoring: Scoring
+    q_RHD: torch.Tensor,
+    spans: torch.Tensor,
+    rows: PagedRows,
+    num_kv_heads: int,
+    scoring: Scoring,
+    stored: SlotFormat,
 ) -> torch.Tensor:
     """Decode rows: each row's one query over what it sees, its own token included. `[R, H, D]`.
 
@@ -76,8 +91,7 @@ def paged_attention(
     `rows` were made for the window of `scoring`.
     """
     num_rows, num_heads, head_dim = q_RHD.shape
-    k, v = gather_kv(spans, rows.spans, rows.gathered, head_dim, num_rows * num_kv_heads)
-    rows.gathered.view(-1, head_dim).index_fill_(0, rows.unfilled, 0.0)
+    k, v = gather_kv(spans, rows.spans, rows.gathered, num_rows * num_kv_heads, stored, rows.unfilled)
     q = q_RHD.reshape(num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim)
     if scoring.softcap is None:
         scores = torch.baddbmm(rows.mask, q, k.transpose(1, 2), alpha=scoring.scale)

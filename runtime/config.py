@@ -12,6 +12,7 @@ from kvferry.runtime.kv.eviction import EvictionName
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SpeculationMethod = Literal["none", "ngram", "draft"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8"]
 TransportName = Literal["shm", "gloo", "nccl", "local"]
 
 
@@ -26,6 +27,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     block_size: int = 16
     """Tokens in a block."""
+    kv_dtype: KVDType = "auto"
+    """How keys and values are stored and shipped; `auto`: as they are computed."""
     num_blocks: int | None = None
     """Blocks in the pool; `None`: as many as fit `kv_memory_bytes`."""
     kv_memory_bytes: int = 320 << 20

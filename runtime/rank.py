@@ -59,6 +59,7 @@ class Rank:
         self.hash_root = hash_root(
             {
                 "model": model_identity(files),
+                "dtype": self.dtype,
                 "quantization": config.quantization,
                 **self.spec.content_fields,
                 **self.kv.content_fields,
@@ -85,7 +86,7 @@ class Rank:
             decoder = build_model(self.spec, weights, dtype, rank, self._parallel, device, config.quantization)
         finally:
             weights.close()
-        self.storage = RankStorage(self.kv, device)
+        self.storage = RankStorage(self.kv, device, dtype=dtype)
         self.proposer: Proposer | None = None
         """Guesses for the engine, which runs where rank 0 is."""
         if speculation.draft_model is not None and rank == 0:

@@ -9,10 +9,12 @@ enum { kTileRows = 96 };  // Queries x G computed at once against a chunk, or on
 
 // The contexts of one step's rows; the same for all layers. Mirrored in attention.py.
 struct Contexts {
-  int64_t num_tokens, num_tiles, num_heads, num_kv_heads, head_dim, block_size, block_stride;
+  int64_t num_tokens, num_tiles, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t block_bytes, slot_bytes;  // from one block, and from one key of a head, to the next
   int64_t tile_queries;          // queries of a tile
   int64_t scratch_floats;        // of each thread
   int64_t window;                // positions that a query sees, its own included
+  int64_t format;                // of a slot, see formats.h
   const int64_t* first_token;    // [R]
   const int64_t* num_queries;    // [R]
   const int64_t* start;          // [R] position of the first query
@@ -21,7 +23,7 @@ struct Contexts {
   const int64_t* partials_at;    // [R] first of the row's chunks in `partials`
   const int64_t* tile_row;       // [tiles]
   const int64_t* tile_first;     // [tiles] first query; of a row with one query: the chunk
-  const int64_t* slots;          // [T] where key head 0 of a token lies in a layer
+  const int64_t* slots;          // [T] slot of a token's key head 0, counted from the layer's first in block 0
   float* scratch;                // [threads, scratch_floats]
   float* partials;               // [chunks, N, G, D + 2]
   int32_t* pending;              // [R, N] chunks not yet attended to, zero between calls

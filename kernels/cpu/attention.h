@@ -7,10 +7,13 @@
 // to finish merges them, in order. Every query's result is so computed by the same operations in the same order,
 // whatever the tile, the batch and the number of threads.
 //
+// Keys and values that are stored in another format than they are computed in are unpacked chunk by chunk.
+//
 // With a window, a chunk is walked from the first position that some query of the tile sees. Slots before it and behind
 // the tile's last query are never read, nor are their entries in the block table.
 #pragma once
 #include "api.h"
+#include "formats.h"
 #include "small.h"
 #include "vec.h"
 
@@ -98,18 +101,17 @@ INLINE void pack_query(const bf16* q, uint32_t* to, int64_t dim) {
 }
 
 // To the second-level cache: what comes next does not fit the first beside what is worked on.
-template <class T>
-INLINE void prefetch(const T* p, int64_t dim) {
-  for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(p + i, 0, 2);
+INLINE void prefetch(const void* slot, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)slot + i, 0, 2);
 }
 
 // Turns up to kGroup keys into columns `[units of a key, kGroup]`; the missing ones are zero. Calls for `later` keys.
 template <class T>
 void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t dim, const T* const* later,
-               int64_t num_later) {
+               int64_t num_later, int64_t slot_bytes) {
   int64_t units = dim * (int64_t)sizeof(T) / 4;
   for (int64_t first = 0; first < kGroup; first += W) {
-    for (int64_t i = first; i < first + W && i < num_later; i++) prefetch(later[i], dim);
+    for (int64_t i = first; i < first + W && i < num_later; i++) prefetch(later[i], slot_bytes);
     for (int64_t u = 0; u < units; u += W) {
       vu v[W];
       for (int i = 0; i < W; i++) v[i] = first + i < count ? load<vu>((const uint32_t*)keys[first + i] + u) : (vu){};
@@ -212,7 +214,6 @@ INLINE int64_t first_seen(const Contexts& all, int64_t position) {
 }
 
 // One tile of one KV head.
-template <class T>
 struct Tile {
   int64_t row, head, first, queries;  // queries of the row: [first, first + queries)
   int64_t chunk, last_chunk;          // to be attended to
@@ -245,14 +246,15 @@ struct Tile {
     return before > 0 ? before : 0;
   }
 
-  void find_keys(const Contexts& all, const T* cache, int64_t c, const T** keys) const {
+  // Where the chunk's keys are stored.
+  template <class T>
+  void find_keys(const Contexts& all, const uint8_t* cache, int64_t c, const T** keys) const {
     int64_t skip = hidden(c), at = c * kChunk + skip, block = at / all.block_size, slot = at % all.block_size;
     const int64_t* table = all.tables + all.table_at[row];
-    const T* base = cache + head * all.block_size * all.head_dim;
+    const uint8_t* base = cache + head * all.block_size * all.slot_bytes;
     for (int64_t i = skip, n = length(c); i < n; block++, slot = 0)
-      for (const T* span = base + table[block] * all.block_stride; slot < all.block_size && i < n; slot++, i++)
-        keys[i] = span + slot * all.head_dim;
-    for (int64_t i = 0; i < skip; i++) keys[i] = keys[skip];  // something finite, which gets no weight
+      for (const uint8_t* span = base + table[block] * all.block_bytes; slot < all.block_size && i < n; slot++, i++)
+        keys[i] = (const T*)(span + slot * all.slot_bytes);
   }
 };
 
@@ -262,12 +264,14 @@ class Worker {
   const Contexts& all;
   int64_t dim, group, units;
   float scale;  // of scores as `weigh` finds them: capped ones are scaled already
-  const T* keys[2][kChunk];
+  const T* keys[2][kChunk];  // where they are stored, in whatever format
+  const T* vectors[kChunk];  // keys, then values of the chunk in rows of `unpacked`
   int64_t num_next = 0;  // keys of the chunk after this one, in keys[1 - now]
   int now = 0;
   uint32_t *q, *packed, *weights;
   float *scores, *fresh, *merged;
   float *tops, *totals;
+  T* unpacked;
 
  public:
   Worker(const Attend& job, int64_t me) : job(job), all(*job.contexts), dim(all.head_dim) {
@@ -285,21 +289,22 @@ class Worker {
     merged = part(rows * dim);
     tops = part(rows);
     totals = part(rows);
+    unpacked = (T*)part(kChunk * dim);
   }
 
   void run(int64_t* next_work) {
     int64_t num_work = all.num_tiles * all.num_kv_heads, work = take(next_work, 1);
-    if (work < num_work) look_at(Tile<T>(all, work), Tile<T>(all, work).chunk);
+    if (work < num_work) look_at(Tile(all, work), Tile(all, work).chunk);
     while (work < num_work) {
       int64_t following = take(next_work, 1);  // known early, so that its keys are on their way
-      Tile<T> tile(all, work);
+      Tile tile(all, work);
       load_queries(tile);
       for (int64_t c = tile.chunk; c <= tile.last_chunk; c++) {
         now ^= 1;
         if (c < tile.last_chunk) {
           look_at(tile, c + 1);
         } else if (following < num_work) {
-          Tile<T> next(all, following);
+          Tile next(all, following);
           look_at(next, next.chunk);
         } else {
           num_next = 0;
@@ -316,21 +321,38 @@ class Worker {
   }
 
  private:
-  void look_at(const Tile<T>& tile, int64_t chunk) {
-    tile.find_keys(all, (const T*)job.cache, chunk, keys[1 - now]);
+  void look_at(const Tile& tile, int64_t chunk) {
+    tile.find_keys(all, (const uint8_t*)job.cache, chunk, keys[1 - now]);
     num_next = tile.length(chunk);
   }
 
-  T* out(const Tile<T>& tile, int64_t query) const {
+  static const T* behind(const T* slot, int64_t bytes) { return (const T*)((const uint8_t*)slot + bytes); }
+
+  // The chunk's keys, or what lies `offset` bytes behind each, as they are computed with; before `hidden`, something
+  // finite that gets no weight.
+  const T* const* view(int64_t hidden, int64_t length, int64_t offset) {
+    const T** shown = keys[now];
+    if (all.format != Native<T>::kFormat) {
+      for (int64_t i = hidden; i < length; i++) {
+        unpack_slot(all.format, (const uint8_t*)behind(keys[now][i], offset), unpacked + i * dim, dim);
+        vectors[i] = unpacked + i * dim;
+      }
+      shown = vectors;
+    }
+    for (int64_t i = 0; i < hidden; i++) shown[i] = shown[hidden];
+    return shown;
+  }
+
+  T* out(const Tile& tile, int64_t query) const {
     return (T*)job.out + ((all.first_token[tile.row] + tile.first + query) * all.num_heads + tile.head * group) * dim;
   }
 
-  float* partial(const Tile<T>& tile, int64_t chunk) const {
+  float* partial(const Tile& tile, int64_t chunk) const {
     int64_t at = all.partials_at[tile.row] + chunk - tile.seen / kChunk;
     return all.partials + (at * all.num_kv_heads + tile.head) * group * (dim + 2);
   }
 
-  void load_queries(const Tile<T>& tile) {
+  void load_queries(const Tile& tile) {
     int64_t stride = (all.num_heads + 2 * all.num_kv_heads) * dim;
     const T* from = (const T*)job.qkv + (all.first_token[tile.row] + tile.first) * stride + tile.head * group * dim;
     for (int64_t i = 0; i < tile.queries; i++)
@@ -338,16 +360,18 @@ class Worker {
   }
 
   // One chunk of a tile: its part of each row's result, merged with the earlier ones or left for later.
-  void attend(const Tile<T>& tile, int64_t chunk) {
+  void attend(const Tile& tile, int64_t chunk) {
     int64_t start = chunk * kChunk, length = tile.length(chunk), hidden = tile.hidden(chunk);
-    int64_t values = all.num_kv_heads * all.block_size * dim;  // from a key to its value
-    const T* const* mine = keys[now];
+    int64_t values = all.num_kv_heads * all.block_size * all.slot_bytes;  // from a key to its value
+    bool native = all.format == Native<T>::kFormat;
+    const T* const* mine = view(hidden, length, 0);
+    int64_t shift = native ? values : 0;
     auto first_row = [&](int64_t position) { return position > tile.position ? (position - tile.position) * group : 0; };
     int64_t seeing = start + length - 1 + all.window - tile.position;  // queries whose window has not left the chunk
     int64_t rows = (seeing < tile.queries ? seeing : tile.queries) * group;
     for (int64_t t = hidden / kGroup * kGroup; t < length; t += kGroup) {
       int64_t count = length - t < kGroup ? length - t : kGroup, from = first_row(start + t);
-      pack_keys(mine + t, count, packed, dim, keys[1 - now] + t, num_next - t);
+      pack_keys(mine + t, count, packed, dim, keys[1 - now] + t, num_next - t, all.slot_bytes);
       product<T>(rows - from, q + from * units, units, packed, kGroup, scores + from * kChunk + t, kChunk, units);
     }
     int64_t from = first_row(start), padded = (length + 2 * W - 1) / (2 * W) * (2 * W);
@@ -359,12 +383,13 @@ class Worker {
       weigh<T>(scores + r * kChunk, weights + r * stride, first, sees < length ? sees : length, padded, scale,
                fresh_top(r), fresh_total(r));
     }
+    if (!native) view(hidden, length, values);
     for (int64_t t = skip * kStep; t < length; t += kStep) {
-      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(keys[1 - now][i] + values, dim);
-      const T* following = t + 1 < length ? mine[t + 1] + values : nullptr;
-      pack_value<T>(mine[t] + values, following, packed + (t / kStep - skip) * dim, dim);
+      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(behind(keys[1 - now][i], values), all.slot_bytes);
+      const T* following = t + 1 < length ? behind(mine[t + 1], shift) : nullptr;
+      pack_value<T>(behind(mine[t], shift), following, packed + (t / kStep - skip) * dim, dim);
     }
-    for (int64_t i = length; i < num_next; i++) prefetch(keys[1 - now][i] + values, dim);
+    for (int64_t i = length; i < num_next; i++) prefetch(behind(keys[1 - now][i], values), all.slot_bytes);
     product<T>(rows - from, weights + from * stride + skip, stride, packed, dim, fresh + from * dim, dim,
                (length + kStep - 1) / kStep - skip);
     if (tile.split) {
@@ -384,7 +409,7 @@ class Worker {
   float* fresh_top(int64_t r) { return scores + r * kChunk; }
   float* fresh_total(int64_t r) { return scores + r * kChunk + 1; }
 
-  void save(const Tile<T>& tile, int64_t chunk) {
+  void save(const Tile& tile, int64_t chunk) {
     float* to = partial(tile, chunk);
     for (int64_t g = 0; g < group; g++, to += dim + 2) {
       to[0] = *fresh_top(g);
@@ -393,13 +418,13 @@ class Worker {
     }
   }
 
-  void write(const Tile<T>& tile) {
+  void write(const Tile& tile) {
     for (int64_t r = 0; r < tile.queries * group; r++)
       finish(Part{tops[r], totals[r], merged + r * dim}, out(tile, r / group) + r % group * dim, dim);
   }
 
   // Whoever ends the last chunk of a row merges all of them.
-  void merge_split(const Tile<T>& tile) {
+  void merge_split(const Tile& tile) {
     int64_t first = tile.seen / kChunk, last = tile.position / kChunk;
     int32_t* done = all.pending + tile.row * all.num_kv_heads + tile.head;
     if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < last - first + 1) return;

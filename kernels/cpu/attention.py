@@ -18,6 +18,8 @@ from kvferry.kernels.cpu.operations import DTYPES
 
 _CHUNK, _TILE_ROWS = 128, 96
 """As in `api.h`."""
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4}
+"""As in `formats.h`."""
 _NO_WINDOW = 1 << 62
 _PARALLEL_SCORES = 2_000
 """Queries times positions of a KV head; less is done sooner by one thread than by waking others."""
@@ -29,12 +31,29 @@ class _Struct(ctypes.Structure):
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("num_tokens", "num_tiles", "num_heads", "num_kv_heads", "head_dim")],
-        *[(name, ctypes.c_int64) for name in ("block_size", "block_stride", "tile_queries", "scratch_floats")],
-        ("window", ctypes.c_int64),
+        *[
+            (name, ctypes.c_int64)
+            for name in ("block_size", "block_bytes", "slot_bytes", "tile_queries", "scratch_floats")
+        ],
+        *[(name, ctypes.c_int64) for name in ("window", "format")],
         *[(name, ctypes.c_void_p) for name in ("first_token", "num_queries", "start", "table_at", "tables")],
         *[(name, ctypes.c_void_p) for name in ("partials_at", "tile_row", "tile_first", "slots")],
         *[(name, ctypes.c_void_p) for name in ("scratch", "partials", "pending")],
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of the blocks of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    slot_bytes: int
+    block_bytes: int
+    """From one block to the next."""
+    format: str
+    """One of `FORMATS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +77,17 @@ class Contexts:
         num_queries: Ints,
         start: Ints,
         slots: Ints,
-        shape: tuple[int, int, int, int],
+        geometry: Geometry,
     ) -> None:
         """Per row: its blocks `tables`, how many tokens it has here, and the position of their first `[R]`.
 
         What lies in `tables` before a layer's window is not looked at when that layer attends.
 
-        slots: per token, counted in elements from the layer's first, where its first key head goes `[T]`.
-        shape: of a block: elements, N, B, D.
+        slots: per token, counted from the layer's first slot in block 0, where its first key head goes `[T]`.
         """
         self._lib = lib
-        self._num_queries, self._start, self._slots = num_queries, start, slots
-        self._tables, self._shape = tables, shape
+        self._num_queries, self._start, self._slots = num_queries, start, np.ascontiguousarray(slots)
+        self._tables, self._geometry = tables, geometry
         self._plans: dict[tuple[int, int], _Plan] = {}
 
     def attend(
@@ -86,10 +104,10 @@ class Contexts:
 
         qkv: contiguous `[T, H + 2N, D]`, overwritten; angles: `[2, T, 1, D/2]`, as `rope_angles` gives them, of the
         same dtype; q_norm, k_norm: weights `[D]` of norms over each head, or None. Mutates `cache`, of which only the
-        start matters: the layer's first key in block 0.
+        start matters: the layer's first slot in block 0.
         """
         num_tokens, width, head_dim = qkv.shape
-        num_heads = width - 2 * self._shape[1]
+        num_heads = width - 2 * self._geometry.num_kv_heads
         key = num_heads, scoring.window or _NO_WINDOW
         plan = self._plans.get(key) or self._prepare(*key)
         out = qkv.new_empty((num_tokens, num_heads, head_dim))
@@ -110,7 +128,8 @@ class Contexts:
         return out
 
     def _prepare(self, num_heads: int, window: int) -> _Plan:
-        block_elements, kv_heads, block_size, head_dim = self._shape
+        geometry = self._geometry
+        kv_heads, head_dim = geometry.num_kv_heads, geometry.head_dim
         group = num_heads // kv_heads
         tile_queries = max(1, _TILE_ROWS // group)
         single = self._num_queries == 1
@@ -145,11 +164,13 @@ class Contexts:
             num_heads,
             kv_heads,
             head_dim,
-            block_size,
-            block_elements,
+            geometry.block_size,
+            geometry.block_bytes,
+            geometry.slot_bytes,
             tile_queries,
             scratch_floats,
             window,
+            FORMATS[geometry.format],
             *[array.ctypes.data for array in arrays],
             *[tensor.data_ptr() for tensor in memory],
         )

@@ -61,7 +61,7 @@ EXPORT void kvferry_use_threads_of(void* gomp_parallel) { parallel = (Parallel)g
 
 // Floats that one thread needs for a tile of `rows` queries x G.
 EXPORT int64_t kvferry_scratch_floats(int64_t rows, int64_t head_dim) {
-  int64_t floats = rows * (3 * head_dim + 2 * kChunk + 2) + kChunk * head_dim;
+  int64_t floats = rows * (3 * head_dim + 2 * kChunk + 2) + 2 * kChunk * head_dim;
   return (floats + 31) / 32 * 32;  // so that each thread's begins on a cache line
 }
 

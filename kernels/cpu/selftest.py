@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
-from kvferry.kernels.cpu.attention import Contexts
+from kvferry.kernels.cpu.attention import Contexts, Geometry
 from kvferry.kernels.cpu.operations import DTYPES, add_norm_, silu_mul
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
@@ -52,7 +52,9 @@ def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor,
     expected = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
     cache = torch.full((3, 2, kv_heads, size, dim), float("nan"), dtype=dtype)
     table, position = np.array([2, 1, 0]), np.arange(tokens)
-    slots = table[position // size] * cache[0].numel() + position % size * dim
+    slots = table[position // size] * (2 * kv_heads * size) + position % size
     counts, start = np.array([tokens]), np.array([0])
-    contexts = Contexts(lib, [table], counts, start, slots, (cache[0].numel(), kv_heads, size, dim))
+    stored, width = str(dtype).removeprefix("torch."), cache.element_size()
+    geometry = Geometry(kv_heads, dim, size, dim * width, cache[0].numel() * width, stored)
+    contexts = Contexts(lib, [table], counts, start, slots, geometry)
     return "attention", contexts.attend(qkv, angles, cache, Scoring(dim**-0.5)), expected.transpose(0, 1)

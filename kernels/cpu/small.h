@@ -1,6 +1,7 @@
 // The small operations between linears. Each row is computed in one fixed order, whoever computes it.
 #pragma once
 #include "api.h"
+#include "formats.h"
 #include "vec.h"
 
 namespace {
@@ -62,8 +63,8 @@ void silu_mul(void* arg) {
 }
 
 // Turns the pair (i, i + D/2) of one head by its token's angle.
-template <class T>
-INLINE void rotate(const T* x, T* out, const T* cos, const T* sin, int64_t half) {
+template <class T, class Out>
+INLINE void rotate(const T* x, Out* out, const T* cos, const T* sin, int64_t half) {
   for (int64_t i = 0; i < half; i += W) {
     vf left = load1(x + i), right = load1(x + half + i), c = load1(cos + i), s = load1(sin + i);
     store1(out + i, left * c - right * s);
@@ -77,21 +78,40 @@ void rotate_and_write(void* arg) {
   Attend* job = (Attend*)arg;
   const Contexts* all = job->contexts;
   int64_t heads = all->num_heads, kv_heads = all->num_kv_heads, dim = all->head_dim, half = dim / 2;
+  bool native = all->format == Native<T>::kFormat;
+  float* row = all->scratch + take(&job->joined, 1) * all->scratch_floats;
   const T *cosines = (const T*)job->angles, *sines = cosines + all->num_tokens * half;
   for (int64_t token; (token = take(&job->next, 1)) < all->num_tokens;) {
     T* x = (T*)job->qkv + token * (heads + 2 * kv_heads) * dim;
-    T* slot = (T*)job->cache + all->slots[token];
+    uint8_t* slot = (uint8_t*)job->cache + all->slots[token] * all->slot_bytes;
     const T *cos = cosines + token * half, *sin = sines + token * half;
     for (int64_t head = 0; head < heads; head++, x += dim) {
       if (job->q_norm) normalise(x, (const T*)job->q_norm, x, dim, job->eps);
-      rotate(x, x, cos, sin, half);
+      if (all->format == kInt4) {
+        rotate(x, row, cos, sin, half);
+        turn(row, dim);
+        for (int64_t i = 0; i < dim; i += W) store1(x + i, load1(row + i));
+      } else {
+        rotate(x, x, cos, sin, half);
+      }
     }
-    for (int64_t head = 0; head < kv_heads; head++, x += dim, slot += all->block_size * dim) {
-      if (job->k_norm) normalise(x, (const T*)job->k_norm, x, dim, job->eps);
-      rotate(x, slot, cos, sin, half);
+    for (int64_t head = 0; head < 2 * kv_heads; head++, x += dim, slot += all->block_size * all->slot_bytes) {
+      bool key = head < kv_heads;
+      if (key && job->k_norm) normalise(x, (const T*)job->k_norm, x, dim, job->eps);
+      if (native && key) {
+        rotate(x, (T*)slot, cos, sin, half);
+      } else if (native) {
+        memcpy(slot, x, dim * sizeof(T));
+      } else {
+        if (key) {
+          rotate(x, row, cos, sin, half);
+          if (all->format == kInt4) turn(row, dim);
+        } else {
+          for (int64_t i = 0; i < dim; i += W) store1(row + i, load1(x + i));
+        }
+        pack_slot(all->format, row, slot, dim);
+      }
     }
-    for (int64_t head = 0; head < kv_heads; head++, x += dim, slot += all->block_size * dim)
-      memcpy(slot, x, dim * sizeof(T));
   }
 }
 

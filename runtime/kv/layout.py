@@ -1,8 +1,12 @@
 """Where a token's keys and values lie: one contiguous span per block.
 
-A rank's storage is one tensor `[num_blocks, num_layers, 2, rank_heads, block_size, head_dim]` (block-major), so that a
-block is one copy and one message. A rank holds a consecutive range of the model's KV heads; with more ranks than KV
-heads, neighbouring ranks hold the same head.
+A rank's storage is one tensor `[num_blocks, num_layers, 2, rank_heads, block_size, slot]` (block-major), so that a
+block is one copy and one message. A slot is the key or the value of one head of one token: `head_dim` numbers, or in a
+quantised format its bytes, scales included. A rank holds a consecutive range of the model's KV heads; with more ranks
+than KV heads, neighbouring ranks hold the same head.
+
+    bytes per token of one rank = 2 · layers · rank heads · slot bytes
+    slot bytes = head_dim · bits / 8 + runs · bytes of a run's scale
 """
 
 from __future__ import annotations
@@ -12,7 +16,32 @@ import msgspec
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.hashing import hash_root
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+class KVFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How one key or value is stored; `kernels/formats.py` does it."""
+
+    bits: int
+    """Of a number."""
+    run: int | None = None
+    """Consecutive numbers that share a scale; `None`: all of the slot."""
+    run_bytes: int = 0
+    """Of a run's scale, and zero point where there is one."""
+    element: str = "uint8"
+    """Of the tensor behind the pool."""
+
+    def slot_bytes(self, head_dim: int) -> int:
+        runs = -(-head_dim // self.run) if self.run else 1
+        return head_dim * self.bits // 8 + runs * self.run_bytes
+
+
+FORMATS = {
+    "float32": KVFormat(bits=32, element="float32"),
+    "bfloat16": KVFormat(bits=16, element="bfloat16"),
+    "float16": KVFormat(bits=16, element="float16"),
+    "int8": KVFormat(bits=8, run_bytes=2),
+    "int4": KVFormat(bits=4, run=16, run_bytes=4),
+    "fp8": KVFormat(bits=8),
+}
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,11 +53,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     block_size: int
     dtype: str
+    """One of `FORMATS`."""
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise InvalidArgument("dtype", self.dtype, f"must be one of {sorted(DTYPE_BYTES)}")
+        if self.dtype not in FORMATS:
+            raise InvalidArgument("kv_dtype", self.dtype, f"must be one of {sorted(FORMATS)}")
         small, large = sorted((self.num_kv_heads, self.tp_size))
         if large % small:
             raise InvalidArgument(
@@ -51,13 +81,23 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """`[num_layers, 2, rank_heads, block_size, head_dim]`."""
-        return self.num_layers, 2, self.rank_heads, self.block_size, self.head_dim
+        """`[num_layers, 2, rank_heads, block_size, slot]`, in elements of `format.element`."""
+        slot = self.slot_bytes if self.format.element == "uint8" else self.head_dim
+        return self.num_layers, 2, self.rank_heads, self.block_size, slot
+
+    @property
+    def format(self) -> KVFormat:
+        return FORMATS[self.dtype]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one head's key or value of one token."""
+        return self.format.slot_bytes(self.head_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one rank: 2 · layers · rank heads · head dim · bytes."""
-        return 2 * self.num_layers * self.rank_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Of one rank: 2 · layers · rank heads · slot bytes."""
+        return 2 * self.num_layers * self.rank_heads * self.slot_bytes
 
     @property
     def block_bytes(self) -> int:

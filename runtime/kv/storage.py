@@ -1,6 +1,6 @@
 """The memory behind a rank's block pool. One tensor, block-major; see `layout.py`.
 
-    blocks  [num_blocks, num_layers, 2, rank_heads, block_size, head_dim]
+    blocks  [num_blocks, num_layers, 2, rank_heads, block_size, slot]
             └── one contiguous span per block: what a transfer sends
 
 A layer is seen as flat rows of the whole tensor, starting at that layer of block 0: then one set of indices serves all
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.layout import KVLayout
@@ -21,28 +22,41 @@ from kvferry.runtime.kv.layout import KVLayout
 class KVStorage:
     """Uninitialised memory for `num_blocks` blocks; pages of a CPU are not touched before they are written."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str, poison: bool = False) -> None:
-        """`poison`: fill with NaN, so that a read of what nobody wrote shows (tests)."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device | str,
+        *,
+        dtype: torch.dtype | None = None,
+        poison: bool = False,
+    ) -> None:
+        """`dtype`: in which the model computes; `None`: the layout's, which then is no quantised one.
+
+        `poison`: fill with NaN, so that a read of what nobody wrote shows (tests).
+        """
         self.layout = layout
         self.num_blocks = num_blocks
-        self.blocks = torch.empty((num_blocks, *layout.block_shape), dtype=getattr(torch, layout.dtype), device=device)
+        slot, element = layout.block_shape[-1], getattr(torch, layout.format.element)
+        self.format = SlotFormat(layout.dtype, dtype or getattr(torch, layout.dtype), layout.head_dim, slot)
+        self.blocks = torch.empty((num_blocks, *layout.block_shape), dtype=element, device=device)
         self._heads = 2 * layout.rank_heads
         """Keys and values count as heads 0 … 2·rank_heads-1 of a layer."""
-        slots = self.blocks.view(-1, layout.head_dim)
-        spans = self.blocks.view(-1, layout.block_size * layout.head_dim)
+        slots = self.blocks.view(-1, slot)
+        spans = self.blocks.view(-1, layout.block_size * slot)
         self.slots = [slots[layer * self._heads * layout.block_size :] for layer in range(layout.num_layers)]
-        """Per layer `[·, head_dim]`: one head of one token a row."""
+        """Per layer `[·, slot]`: one head of one token a row."""
         self.spans = [spans[layer * self._heads :] for layer in range(layout.num_layers)]
-        """Per layer `[·, block_size * head_dim]`: one head of one block a row."""
+        """Per layer `[·, block_size * slot]`: one head of one block a row."""
         if poison:
             self.poison()
 
     def poison(self) -> None:
-        """Fills everything with NaN."""
-        self.blocks.fill_(float("nan"))
+        """Fills everything with what reads as NaN: of bytes, all bits set make every scale and every fp8 one."""
+        self.blocks.fill_(float("nan") if self.blocks.is_floating_point() else 255)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of keys and values, each `[num_blocks, rank_heads, block_size, head_dim]`."""
+        """Views of keys and values, as stored, each `[num_blocks, rank_heads, block_size, slot]`."""
         return self.blocks[:, layer, 0], self.blocks[:, layer, 1]
 
     def block_bytes(self, block_id: BlockId) -> torch.Tensor:
@@ -63,9 +77,13 @@ class KVStorage:
 class RankStorage:
     """The storage of every block group of a rank."""
 
-    def __init__(self, kv: KVGroups, device: torch.device | str, poison: bool = False) -> None:
+    def __init__(
+        self, kv: KVGroups, device: torch.device | str, *, dtype: torch.dtype | None = None, poison: bool = False
+    ) -> None:
         self.kv = kv
-        self.groups = [KVStorage(group.layout, group.num_blocks, device, poison) for group in kv.groups]
+        self.groups = [
+            KVStorage(group.layout, group.num_blocks, device, dtype=dtype, poison=poison) for group in kv.groups
+        ]
         self.places = sorted(
             (layer, group, place) for group, of in enumerate(kv.groups) for place, layer in enumerate(of.layers)
         )

@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 
 from kvferry.kernels.attention import PagedRows
-from kvferry.kernels.cpu.attention import Contexts
+from kvferry.kernels.cpu.attention import FORMATS, Contexts, Geometry
 from kvferry.kernels.cpu.available import kernels_for
+from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import NO_BLOCK, BlockId
 from kvferry.runtime.kv.storage import KVStorage, RankStorage
@@ -70,6 +71,7 @@ class Batch:
     """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
     contexts: Contexts | None
     """Where the CPU kernels attend. All below is for torch's operations."""
+    format: SlotFormat
     write_index: torch.Tensor
     """int64 `[T·2N]`: slots of the new keys and values."""
     gathers: Gathers
@@ -122,12 +124,15 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
     wanted = [range(stop_of[i] - row.num_samples, stop_of[i]) for i, row in enumerate(rows)]
 
     write_index = storage.slot_index(blocks, positions % block_size)
-    lib = kernels_for(storage.blocks, storage.layout.head_dim)
+    lib = kernels_for(storage.blocks.new_empty(0, dtype=storage.format.dtype), storage.layout.head_dim)
+    if storage.format.name not in FORMATS:
+        lib = None
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
         sample_index=torch.tensor([token for tokens in wanted for token in tokens], dtype=torch.int64, device=device),
         contexts=None if lib is None else _contexts(lib, ordered, lengths, write_index, storage),
+        format=storage.format,
         write_index=torch.from_numpy(write_index.reshape(-1)).to(device),
         gathers=Gathers(decode, prefill, storage),
     )
@@ -142,9 +147,15 @@ def _contexts(
 ) -> Contexts:
     layout = storage.layout
     start = np.array([t.row.start for t in ordered])
-    slots = write_index[:, 0] * layout.head_dim
-    shape = storage.blocks[0].numel(), layout.rank_heads, layout.block_size, layout.head_dim
-    return Contexts(lib, [t.block_ids for t in ordered], lengths, start, slots, shape)
+    geometry = Geometry(
+        num_kv_heads=layout.rank_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        slot_bytes=layout.slot_bytes,
+        block_bytes=layout.block_bytes,
+        format=storage.format.name,
+    )
+    return Contexts(lib, [t.block_ids for t in ordered], lengths, start, write_index[:, 0], geometry)
 
 
 def _groups(num_blocks: Sequence[int]) -> list[int]:
@@ -214,7 +225,7 @@ class Gathers:
         row, unfilled = np.nonzero(behind & (slot < -(-contexts // layout.block_size) * layout.block_size))
         keys_values, head = np.arange(2)[:, None, None], np.arange(heads)[:, None]
         unfilled = ((keys_values * num_rows + row) * heads + head) * len(slot) + unfilled
-        mask = torch.zeros((num_rows * heads, 1, len(slot)), dtype=self._storage.blocks.dtype)
+        mask = torch.zeros((num_rows * heads, 1, len(slot)), dtype=self._storage.format.dtype)
         hidden = behind | (slot < np.array(first_seen)[:, None] - skips)
         mask.masked_fill_(torch.from_numpy(np.repeat(hidden, heads, axis=0))[:, None], float("-inf"))
         spans, gathered = self._context(block_ids)

@@ -22,6 +22,10 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
     return spec.dtype if config.dtype == "auto" else config.dtype
 
 
+def resolve_kv_dtype(config: EngineConfig, spec: ModelSpec) -> str:
+    return resolve_dtype(config, spec) if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
+
+
 def check_quantization(config: EngineConfig, spec: ModelSpec, device: str = "cpu") -> None:
     """Raises `InvalidArgument` for what nothing can compute. `device`: torch's word for its kind."""
     if config.quantization == "none":
@@ -45,7 +49,7 @@ def resolve_max_context(config: EngineConfig, spec: ModelSpec) -> int:
 
 def resolve_kv(config: EngineConfig, spec: ModelSpec, tp_size: int) -> KVGroups:
     """The block groups of each rank. Raises `InvalidArgument` if not even one block of each fits."""
-    layout = spec.kv_layout(config.cache.block_size, resolve_dtype(config, spec), tp_size)
+    layout = spec.kv_layout(config.cache.block_size, resolve_kv_dtype(config, spec), tp_size)
     longest = resolve_max_context(config, spec)
     windows = [None if (w := layer.attention.window) is None or w >= longest else w for layer in spec.layers]
     local = [window for window in windows if window is not None]

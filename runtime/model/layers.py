@@ -88,17 +88,22 @@ class Attention:
             q.copy_(self.q_norm(q))
             kv[:, : self.num_kv_heads].copy_(self.k_norm(kv[:, : self.num_kv_heads]))
         apply_rope_(qkv[:, : heads + self.num_kv_heads], angles)
-        write_kv(slots, batch.write_index, kv)
-        found = batch.gathers.parts(self.scoring.window)
+        stored, num_kv_heads, scoring = batch.format, self.num_kv_heads, self.scoring
+        if stored.turned:
+            q = stored.turn(q)
+            kv[:, :num_kv_heads].copy_(stored.turn(kv[:, :num_kv_heads]))
+        packed = stored.pack(kv)
+        write_kv(slots, batch.write_index, packed)
+        found = batch.gathers.parts(scoring.window)
         parts = [
-            paged_attention(q[part.tokens], spans, part.rows, self.num_kv_heads, self.scoring) for part in found.decode
+            paged_attention(q[part.tokens], spans, part.rows, num_kv_heads, scoring, stored) for part in found.decode
         ]
         for part in found.prefixed:
-            k, v = gather_kv(spans, part.spans, part.gathered, self.head_dim, self.num_kv_heads)
-            parts.append(causal_attention(q[part.tokens], k, v, part.start, self.scoring, part.first_key))
-        for tokens in found.fresh:
-            k, v = kv[tokens].transpose(0, 1).chunk(2)
-            parts.append(causal_attention(q[tokens], k, v, 0, self.scoring))
+            k, v = gather_kv(spans, part.spans, part.gathered, num_kv_heads, stored)
+            parts.append(causal_attention(q[part.tokens], k, v, part.start, scoring, part.first_key))
+        for tokens in found.fresh:  # read as later steps will read it
+            k, v = stored.unpack(packed[tokens]).transpose(0, 1).chunk(2)
+            parts.append(causal_attention(q[tokens], k, v, 0, scoring))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -17,7 +17,7 @@ import msgspec
 from kvferry.kernels.packing import Quantization, packed_bytes
 from kvferry.runtime.config import check_range
 from kvferry.runtime.errors import InvalidArgument
-from kvferry.runtime.kv.layout import DTYPE_BYTES, KVLayout
+from kvferry.runtime.kv.layout import FORMATS, KVLayout
 from kvferry.runtime.model.parts import Shape, part_shapes
 from kvferry.runtime.model.spec import ModelSpec
 
@@ -146,7 +146,7 @@ def weight_bytes(
     spec: ModelSpec, dtype: str, layout: KVLayout, device: Device, quantization: Quantization = "none"
 ) -> int:
     """Of rank 0. On a CPU a tied head is a copy, quantised or in the order that oneDNN wants bfloat16 to have."""
-    size, total = DTYPE_BYTES[dtype], 0
+    size, total = FORMATS[dtype].bits // 8, 0
     parts = [*rank_shapes(spec, layout)]
     if spec.tied_embeddings and device == "cpu" and (dtype == "bfloat16" or quantization != "none"):
         parts.append(("head.weight", (-(-spec.vocab_size // layout.tp_size), spec.hidden_size)))
@@ -161,7 +161,7 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
     row that draws a token its logits, as the head gives them and twice in float32 (what is reported, what is drawn).
     int8 has a linear's result in float32 before it is scaled (of the head two), and its inputs as bytes.
     """
-    tp_size, size = layout.tp_size, DTYPE_BYTES[dtype]
+    tp_size, size = layout.tp_size, FORMATS[dtype].bits // 8
     eight = workload.quantization == "int8"
     outputs: dict[tuple[str, str], int] = {}
     inputs: dict[tuple[str, str], int] = {}

@@ -55,6 +55,8 @@ class Case:
     qk_norm: bool
     seed: int
     scoring: Scoring
+    dtype: torch.dtype = torch.float32
+    """In which is computed; the layout says how it is stored."""
 
 
 @st.composite
@@ -66,7 +68,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([8, 16, 64, 96, 256])),
         block_size=draw(st.sampled_from([1, 3, 16])),
-        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        dtype=draw(st.sampled_from(list(attention.FORMATS))),
     )
     start = st.one_of(st.integers(0, 40), st.sampled_from([126, 127, 128, 255, 256, 300]))
     count = st.one_of(st.just(1), st.just(1), st.integers(2, 20), st.sampled_from([31, 33]))
@@ -76,7 +78,9 @@ def cases(draw: st.DrawFn) -> Case:
         softcap=draw(st.sampled_from([None, 1.5])),
         window=draw(st.sampled_from([None, None, 1, 2, 17, 100, 127, 128, 129, 250, 1000])),
     )
-    return Case(layout, group, spans, draw(st.booleans()), draw(st.integers(0, 1000)), scoring)
+    return Case(
+        layout, group, spans, draw(st.booleans()), draw(st.integers(0, 1000)), scoring, draw(st.sampled_from(DTYPES))
+    )
 
 
 class Step:
@@ -84,11 +88,11 @@ class Step:
 
     def __init__(self, case: Case) -> None:
         layout = case.layout
-        self.case, self.dtype = case, getattr(torch, layout.dtype)
+        self.case, self.dtype = case, case.dtype
         generator = torch.Generator().manual_seed(case.seed)
         lengths = [-(-(start + count) // layout.block_size) for start, count in case.spans]
         free = torch.randperm(sum(lengths) + 2, generator=generator).tolist()
-        self.storage = KVStorage(layout, len(free), "cpu", poison=True)
+        self.storage = KVStorage(layout, len(free), "cpu", dtype=case.dtype, poison=True)
         self.layer = layout.num_layers - 1
         self.keys, self.values = self.storage.layer(self.layer)
         heads, dim = layout.rank_heads, layout.head_dim
@@ -104,7 +108,8 @@ class Step:
             self.rows.append(Row([0] * count, start, table, True))
             for p in range(gone * layout.block_size, start):
                 place = table[p // layout.block_size], slice(None), p % layout.block_size
-                self.keys[place], self.values[place] = random(heads, dim), random(heads, dim)
+                for cache in (self.keys, self.values):
+                    cache[place] = self.storage.format.pack(random(heads, dim))
             self.qkv.append(random(count, heads * (case.group + 2), dim))
         self.norms = (random(dim), random(dim)) if case.qk_norm else (None, None)
         self.frequencies = inverse_frequencies(dim, 10000.0)
@@ -123,29 +128,33 @@ class Step:
     def check(self, row: int, got: torch.Tensor, atol: float) -> None:
         """Against the naive twins, which read the keys and values that the kernels wrote. First, last, some between."""
         plan, heads = self.rows[row], self.case.layout.rank_heads * self.case.group
+        keys, values = self.storage.format.unpack(self.keys), self.storage.format.unpack(self.values)
         for i in {0, len(got) // 3, len(got) - 1}:
             q = self.qkv[row][i, :heads].double()
             if self.norms[0] is not None:
                 q = reference.rms_norm(q, self.norms[0], 1e-5)
             q = reference.rope(q, plan.start + i, self.frequencies)
             where, how = (plan.block_ids, plan.start + i), self.case.scoring
-            expected = reference.paged_attention(
-                q[None], self.keys, self.values, *where, how.scale, how.softcap, how.window
-            )
+            q = self.storage.format.turn(q)
+            expected = reference.paged_attention(q[None], keys, values, *where, how.scale, how.softcap, how.window)
             torch.testing.assert_close(got[i].double(), expected[0], rtol=0, atol=atol)
         assert not got.isnan().any()
 
     def check_written(self, row: int, atol: float) -> None:
-        plan, layout = self.rows[row], self.case.layout
-        kv = self.qkv[row][:, layout.rank_heads * self.case.group :].double()
+        """Keys up to the rounding of norm and rotation, and so up to one step of the format; values to the bit."""
+        plan, layout, stored = self.rows[row], self.case.layout, self.storage.format
+        kv = self.qkv[row][:, layout.rank_heads * self.case.group :]
         for i, (k, v) in enumerate(zip(kv[:, : layout.rank_heads], kv[:, layout.rank_heads :], strict=True)):
             position = plan.start + i
             place = plan.block_ids[position // layout.block_size], slice(None), position % layout.block_size
+            exact = k.double()
             if self.norms[1] is not None:
-                k = reference.rms_norm(k, self.norms[1], 1e-5)
-            k = reference.rope(k, position, self.frequencies)
-            torch.testing.assert_close(self.keys[place].double(), k, rtol=0, atol=atol)
-            assert torch.equal(self.values[place].double(), v)
+                exact = reference.rms_norm(exact, self.norms[1], 1e-5)
+            exact = stored.turn(reference.rope(exact, position, self.frequencies)).double()
+            got = stored.unpack(self.keys[place]).double()
+            step = {"int8": 1 / 120, "int4": 1 / 7, "fp8": 1 / 15, "bfloat16": 1 / 250}.get(layout.dtype, 0.0)
+            torch.testing.assert_close(got, exact, rtol=0, atol=atol + step * float(exact.abs().max()))
+            assert torch.equal(self.values[place], stored.pack(v))
 
     def _batch_order(self, rows: list[int]) -> list[int]:
         size = self.case.layout.block_size
@@ -195,14 +204,15 @@ def test_a_row_is_the_same_in_every_batch_and_with_every_number_of_threads(case:
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", attention.FORMATS)
 def test_a_prompt_gives_the_same_in_one_piece_in_pieces_and_token_by_token(
-    dtype: torch.dtype, window: int | None
+    stored: str, dtype: torch.dtype, window: int | None
 ) -> None:
     """Tiles, chunked prefill and decode are one computation: what is cached never shows in the result."""
-    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype=str(dtype).split(".")[1])
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype=stored)
     results = []
     for cuts in ([0, 270], [0, 7, 130, 270], [*range(271)]):
-        step = Step(Case(layout, 3, [(0, 270)], True, 1, Scoring(0.125, 1.5, window)))
+        step = Step(Case(layout, 3, [(0, 270)], True, 1, Scoring(0.125, 1.5, window), dtype))
         pieces = []
         whole, qkv = step.rows[0], step.qkv[0]
         for start, stop in itertools.pairwise(cuts):

@@ -43,7 +43,7 @@ class ToyRank:
 
     def __init__(self, model: str, config: Any, *, rank: int, host: str, on_progress: Any = None, **_: Any) -> None:
         self.rank = rank
-        self.kv = one_group(LAYOUT, 64)
+        self.kv, self.dtype = one_group(LAYOUT, 64), LAYOUT.dtype
         self.hash_root = ROOT
         self.proposer = None
         self.max_context = 256

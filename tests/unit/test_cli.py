@@ -40,6 +40,7 @@ OPTIONS = {
     "serve": {
         *("prefill", "decode", "mixed", "prefill-tp", "decode-tp", "mixed-tp", "host", "port", "token-file"),
         *("tls-cert", "tls-key", "tls-client-ca", "max-message", "ray-address", "dtype", "threads", "block-size"),
+        "kv-dtype",
         *("kv-memory", "num-blocks", "prefix-caching", "max-batch-tokens", "max-sequences", "max-waiting"),
         *("max-context", "transport", "transfer-timeout-s", "blocks-per-message", "checksum", "quantization"),
         *("metrics-port", "log-json", "disaggregate", "priority-step-s", "max-bypass", "drain-s"),
@@ -56,7 +57,7 @@ OPTIONS = {
     "restart": {"rolling"} | SERVER,
     "plan": {
         *("device-memory", "device", "tp", "context", "link", "dtype", "block-size", "kv-memory", "quantization"),
-        *("max-batch-tokens", "max-sequences", "json"),
+        *("max-batch-tokens", "max-sequences", "kv", "json"),
     },
     "sim": {"seed", "seeds", "minutes", "shrink", "trace"},
     "version": set(),
@@ -120,6 +121,7 @@ def test_every_field_can_be_set() -> None:
         *("model", "--prefill", "2", "--decode", "3", "--mixed", "4", "--prefill-tp", "5", "--decode-tp", "6"),
         *("--mixed-tp", "7", "--host", "::1", "--port", "8", "--token-file", "t", "--tls-cert", "c", "--tls-key", "k"),
         *("--tls-client-ca", "a", "--max-message", "9MiB", "--ray-address", "auto", "--dtype", "float32"),
+        *("--kv-dtype", "int8"),
         *("--threads", "10", "--block-size", "11", "--kv-memory", "12MiB", "--no-prefix-caching"),
         *("--max-batch-tokens", "13", "--max-sequences", "14", "--max-waiting", "15", "--max-context", "16"),
         *("--transport", "gloo", "--transfer-timeout-s", "17", "--blocks-per-message", "18", "--checksum"),
