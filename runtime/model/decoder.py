@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.linear import PackedLinear
+from kvferry.kernels.moe import GroupedLinear
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, LayerNorm, Norm, RMSNorm
 from kvferry.runtime.model.loader import Weights
+from kvferry.runtime.model.moe import MoE, make_routing
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.rotation import Rotation, make_rotation, rotated_order
-from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
+from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,9 @@ class _Builder:
             attention=self._attention(f"{part}.attention", layer.attention),
             attention_post_norm=self.norm(f"{part}.attention_post_norm") if layer.post_norms else None,
             mlp_norm=self.norm(f"{part}.mlp_norm"),
-            mlp=self._mlp(f"{part}.mlp", layer.mlp),
+            mlp=self._mlp(f"{part}.mlp", layer.mlp)
+            if isinstance(layer.mlp, MLPSpec)
+            else self._moe(f"{part}.mlp", layer.mlp),
             mlp_post_norm=self.norm(f"{part}.mlp_post_norm") if layer.post_norms else None,
             parallel=self._parallel,
         )
@@ -178,6 +182,24 @@ class _Builder:
             activation=spec.activation,
             gated=spec.gated,
         )
+
+    def _moe(self, part: str, spec: MoESpec) -> MoE:
+        """Every rank has a slice of each expert."""
+        expert = MLPSpec(inner_size=spec.inner_size, activation=spec.activation)
+        shared = MLPSpec(inner_size=spec.shared_size, activation=spec.activation)
+        experts = [self._mlp(f"{part}.experts.{i}", expert) for i in range(spec.num_experts)]
+        return MoE(
+            router=self._float32(f"{part}.router.weight"),
+            correction=self._float32(f"{part}.router.correction") if spec.correction else None,
+            routing=make_routing(spec),
+            gate_up=GroupedLinear([one.up for one in experts]),
+            down=GroupedLinear([one.down for one in experts]),
+            activation=spec.activation,
+            shared=self._mlp(f"{part}.shared", shared) if spec.shared_size else None,
+        )
+
+    def _float32(self, part: str) -> torch.Tensor:
+        return self._weights.get(part, torch.float32).to(self._device)
 
     def _columns(
         self, parts: Sequence[tuple[str, int, int]], bias: bool, orders: Sequence[list[int] | None] | None = None

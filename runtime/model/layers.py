@@ -5,6 +5,7 @@ Legend: T tokens of the batch, C hidden size, H query heads, N KV heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +119,8 @@ class DecoderLayer:
     attention: Attention
     attention_post_norm: Norm | None
     mlp_norm: Norm
-    mlp: MLP
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    """`MLP` or `MoE`."""
     mlp_post_norm: Norm | None
     parallel: TensorParallel
 

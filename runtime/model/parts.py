@@ -4,6 +4,8 @@
     layers.N.attention_norm.{weight,bias}   layers.N.attention.{q,k,v,o}.{weight,bias}
     layers.N.attention.{q,k}_norm.weight    layers.N.attention_post_norm.weight
     layers.N.mlp_norm.{weight,bias}         layers.N.mlp.{gate,up,down}.{weight,bias}   layers.N.mlp_post_norm.weight
+    of a mixture of experts: layers.N.mlp.router.{weight,correction}  layers.N.mlp.experts.E.{gate,up,down}.weight
+    layers.N.mlp.shared.{gate,up,down}.weight
 
 A linear's weight is `[out, in]`; only layer norms have a bias. The families say how files spell the parts
 (`families/`, `gguf_model.py`).
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvferry.runtime.model.spec import LayerSpec, ModelSpec
+from kvferry.runtime.model.spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 Shape = tuple[int, ...]
 
@@ -55,7 +57,7 @@ def part_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _layer(layer: LayerSpec, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    attention, inner, hidden = layer.attention, layer.mlp.inner_size, spec.hidden_size
+    attention, mlp, hidden = layer.attention, layer.mlp, spec.hidden_size
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     yield from _norm("attention_norm", hidden, spec)
     yield from _linear("attention.q", q, hidden, attention.qkv_bias)
@@ -66,13 +68,27 @@ def _layer(layer: LayerSpec, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         yield from _norm("attention.q_norm", attention.head_dim, spec)
         yield from _norm("attention.k_norm", attention.head_dim, spec)
     yield from _norm("mlp_norm", hidden, spec)
-    if layer.mlp.gated:
-        yield from _linear("mlp.gate", inner, hidden, layer.mlp.bias)
-    yield from _linear("mlp.up", inner, hidden, layer.mlp.bias)
-    yield from _linear("mlp.down", hidden, inner, layer.mlp.bias)
+    yield from _mlp("mlp", mlp, hidden) if isinstance(mlp, MLPSpec) else _experts(mlp, hidden)
     if layer.post_norms:
         yield from _norm("attention_post_norm", hidden, spec)
         yield from _norm("mlp_post_norm", hidden, spec)
+
+
+def _mlp(name: str, mlp: MLPSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    if mlp.gated:
+        yield from _linear(f"{name}.gate", mlp.inner_size, hidden, mlp.bias)
+    yield from _linear(f"{name}.up", mlp.inner_size, hidden, mlp.bias)
+    yield from _linear(f"{name}.down", hidden, mlp.inner_size, mlp.bias)
+
+
+def _experts(moe: MoESpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    yield "mlp.router.weight", (moe.num_experts, hidden)
+    if moe.correction:
+        yield "mlp.router.correction", (moe.num_experts,)
+    for expert in range(moe.num_experts):
+        yield from _mlp(f"mlp.experts.{expert}", MLPSpec(inner_size=moe.inner_size), hidden)
+    if moe.shared_size:
+        yield from _mlp("mlp.shared", MLPSpec(inner_size=moe.shared_size), hidden)
 
 
 def _norm(name: str, size: int, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:

@@ -3,7 +3,7 @@
 ModelSpec ── norm, embeddings, output head
     └── LayerSpec, one per layer
           ├── AttentionSpec ── rope
-          └── MLPSpec
+          └── MLPSpec or MoESpec
 """
 
 from __future__ import annotations
@@ -76,9 +76,33 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
 
 
+class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts, each a gated MLP; a router chooses some for each token (`kernels/moe.py`)."""
+
+    num_experts: int
+    num_active: int
+    inner_size: int
+    """Of one expert."""
+    shared_size: int = 0
+    """Inner size of a further MLP that every token goes through; 0: there is none."""
+    sigmoid: bool = False
+    """Scores are sigmoids, else a softmax over all experts."""
+    correction: bool = False
+    """A stored bias takes part in the choice of experts, not in their weights."""
+    num_groups: int = 1
+    num_top_groups: int = 1
+    """Only experts of so many groups can be chosen."""
+    group_best: int = 1
+    """A group is worth the sum of so many best scores in it."""
+    normalised: bool = True
+    """The chosen experts' weights add up to 1, before `scale`."""
+    scale: float = 1.0
+    activation: Activation = "silu"
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     post_norms: bool = False
     """A norm also over what attention and MLP give, before it is added."""
 
@@ -165,6 +189,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         for layer in dict.fromkeys(self.layers):
             yield "attention heads", layer.attention.num_heads
             yield "intermediate channels", layer.mlp.inner_size
+            if isinstance(layer.mlp, MoESpec):
+                yield "intermediate channels of shared experts", layer.mlp.shared_size
 
 
 def is_long(rope: RopeSpec | None, max_context: int) -> bool | None:
@@ -186,6 +212,9 @@ def checked(spec: ModelSpec, source: str) -> ModelSpec:
         _check_rope(attention, source)
         if attention.qk_norm and spec.norm.kind != "rms":
             raise CorruptModel(f"{source}: norms over heads must be RMS norms")
+    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
+        if isinstance(mlp, MoESpec):
+            _check_experts(mlp, source)
     for token in spec.eos_token_ids:
         if not 0 <= token < spec.vocab_size:
             raise CorruptModel(f"{source}: eos token {token} is outside the vocabulary [0, {spec.vocab_size})")
@@ -203,3 +232,19 @@ def _check_rope(attention: AttentionSpec, source: str) -> None:
     for name, factors in (("short", scaling.short_factors), ("long", scaling.long_factors)):
         if scaling.kind == "longrope" and len(factors) != dim // 2:
             raise CorruptModel(f"{source}: longrope has {len(factors)} {name} factors, needs {dim // 2}")
+
+
+def _check_experts(moe: MoESpec, source: str) -> None:
+    if moe.num_experts % moe.num_groups:
+        raise CorruptModel(f"{source}: {moe.num_experts} experts do not divide into {moe.num_groups} groups")
+    per_group = moe.num_experts // moe.num_groups
+    if not 1 <= moe.num_top_groups <= moe.num_groups or moe.group_best > per_group:
+        raise CorruptModel(
+            f"{source}: the top {moe.num_top_groups} of {moe.num_groups} groups, by the best {moe.group_best} of "
+            f"{per_group} experts, cannot be chosen"
+        )
+    if moe.num_active > moe.num_top_groups * per_group:
+        raise CorruptModel(
+            f"{source}: {moe.num_active} experts for each token are more than the {moe.num_top_groups * per_group} "
+            "to choose from"
+        )

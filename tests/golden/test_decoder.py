@@ -43,6 +43,8 @@ def test_tokens(name: str, chunk: int, stagger: int) -> None:
         ("mqa", 4),
         ("all-biases", 4),
         ("qwen3", 2),
+        ("mixtral", 2),
+        ("qwen3-moe-mixed", 4),
         ("gpt2", 2),
         ("phi3", 2),
         ("phi3-longrope-short", 2),

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB = 200
 LLAMA3 = {
@@ -95,6 +104,32 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_key_value_heads=2,
         original_max_position_embeddings=1,
         rope_parameters=LONGROPE | {"attention_factor": 1.19},
+    ),
+    "mixtral": lambda: MixtralConfig(
+        **COMMON | {"intermediate_size": 32}, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6
+    ),
+    # Layers: an MLP by its number, one by the step, experts.
+    "qwen3-moe-mixed": lambda: Qwen3MoeConfig(
+        **COMMON | {"num_hidden_layers": 4},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        norm_topk_prob=False,
+    ),
+    "qwen3-moe-normalised": lambda: Qwen3MoeConfig(
+        **COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.runtime.errors import UnsupportedModel
-from kvferry.runtime.model.families import gpt2, llama, mistral, phi, qwen
+from kvferry.runtime.model.families import gpt2, llama, mistral, mixtral, phi, qwen, qwen3_moe
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
 from kvferry.runtime.model.families.rope import reach
@@ -22,9 +22,11 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": gpt2.GPT2,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
+    "MixtralForCausalLM": mixtral.MIXTRAL,
     "Phi3ForCausalLM": phi.PHI3,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
+    "Qwen3MoeForCausalLM": qwen3_moe.QWEN3_MOE,
 }
 _BY_NAME = {family.name: family for family in FAMILIES.values()}
 

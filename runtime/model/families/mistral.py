@@ -10,10 +10,14 @@ from kvferry.runtime.model.spec import ModelSpec
 
 def _read(config: Config) -> ModelSpec:
     config.refuse_common()
+    refuse_window(config)
+    return uniform(config, llama_attention(config, qkv_bias=False, output_bias=False), llama_mlp(config))
+
+
+def refuse_window(config: Config) -> None:
     limit = config.positive("max_position_embeddings")
     if config.get("sliding_window") is not None and config.positive("sliding_window") < limit:
         config.refuse("sliding_window", f"supported is null, or at least max_position_embeddings={limit}")
-    return uniform(config, llama_attention(config, qkv_bias=False, output_bias=False), llama_mlp(config))
 
 
 MISTRAL = Family(
