@@ -112,7 +112,8 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     experts = sum(layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec))
     if spec.num_layers + experts > len(tensors):  # before a list of all their tensors is made
         raise CorruptModel(
-            f"{files.path}: the configuration says {spec.num_layers} layers and {experts} experts, the weights have fewer"
+            f"{files.path}: the configuration says {spec.num_layers} layers with {experts} experts, "
+            "the weights have fewer"
         )
     shapes = file_shapes(spec, partial(hf_source, spec))
     _check_tensors(shapes, tensors, files)
