@@ -22,6 +22,18 @@ _CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a query scores what it sees."""
+
+    scale: float
+    """Scores are `scale · q·k`."""
+    softcap: float | None = None
+    """Then `softcap · tanh(score / softcap)`."""
+    window: int | None = None
+    """A query at position p sees the positions `p - window + 1 … p`; None: all up to its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class PagedRows:
     """Where the context of some rows lies."""
 
@@ -32,7 +44,7 @@ class PagedRows:
     unfilled: torch.Tensor
     """int64: slots of the gathered `[2·R·N·S, D]` that hold no token. Padding names filled ones and is not listed."""
     mask: torch.Tensor
-    """`[R·N, 1, S]`: 0 where the row has a token, else -inf."""
+    """`[R·N, 1, S]`: 0 where the row sees a token, else -inf."""
 
 
 def write_kv(slots: torch.Tensor, index: torch.Tensor, kv_TND: torch.Tensor) -> None:
@@ -55,23 +67,32 @@ def gather_kv(
     return k, v
 
 
-def paged_attention(q_RHD: torch.Tensor, spans: torch.Tensor, rows: PagedRows, num_kv_heads: int) -> torch.Tensor:
-    """Decode rows: each row's one query over its whole context, its own token included. `[R, H, D]`.
+def paged_attention(
+    q_RHD: torch.Tensor, spans: torch.Tensor, rows: PagedRows, num_kv_heads: int, scoring: Scoring
+) -> torch.Tensor:
+    """Decode rows: each row's one query over what it sees, its own token included. `[R, H, D]`.
 
     Query heads that share a KV head form one small matrix, so keys and values are read once for all of them.
+    `rows` were made for the window of `scoring`.
     """
     num_rows, num_heads, head_dim = q_RHD.shape
     k, v = gather_kv(spans, rows.spans, rows.gathered, head_dim, num_rows * num_kv_heads)
     rows.gathered.view(-1, head_dim).index_fill_(0, rows.unfilled, 0.0)
     q = q_RHD.reshape(num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = torch.baddbmm(rows.mask, q, k.transpose(1, 2), alpha=head_dim**-0.5)
+    if scoring.softcap is None:
+        scores = torch.baddbmm(rows.mask, q, k.transpose(1, 2), alpha=scoring.scale)
+    else:
+        scores = _capped(torch.bmm(q, k.transpose(1, 2)).mul_(scoring.scale), scoring.softcap).add_(rows.mask)
     return torch.bmm(torch.softmax(scores, dim=-1), v).view(num_rows, num_heads, head_dim)
 
 
-def causal_attention(q_QHD: torch.Tensor, k_NSD: torch.Tensor, v_NSD: torch.Tensor, start: int) -> torch.Tensor:
-    """One prefill row: queries at positions `start, start + 1, …` over all positions up to their own. `[Q, H, D]`.
+def causal_attention(
+    q_QHD: torch.Tensor, k_NSD: torch.Tensor, v_NSD: torch.Tensor, start: int, scoring: Scoring, first_key: int = 0
+) -> torch.Tensor:
+    """One prefill row: queries at positions `start, start + 1, …` over what they see. `[Q, H, D]`.
 
-    k_NSD, v_NSD: positions `0, 1, …`; what lies behind the last query is not read; any strides.
+    k_NSD, v_NSD: positions `first_key, first_key + 1, …`, of which the first query's window may not begin earlier; what
+    lies behind the last query is not read; any strides.
     """
     num_queries, num_heads, head_dim = q_QHD.shape
     num_kv_heads = k_NSD.shape[0]
@@ -83,10 +104,22 @@ def causal_attention(q_QHD: torch.Tensor, k_NSD: torch.Tensor, v_NSD: torch.Tens
     ignored = q.new_zeros(1)
     for first in range(0, num_queries, size):
         stop = min(first + size, num_queries)
-        count, keys = stop - first, start + stop
+        count, position = stop - first, start + first - first_key
+        low = 0 if scoring.window is None else max(0, position - scoring.window + 1)
+        keys = slice(low, position + count)
         folded = q[:, :, first:stop].reshape(num_kv_heads, group * count, head_dim)
-        scores = torch.baddbmm(ignored, folded, k_NSD[:, :keys].transpose(1, 2), beta=0, alpha=head_dim**-0.5)
-        scores.view(num_kv_heads, group, count, keys)[..., start + first :].add_(ahead[:count, :count])
-        part = torch.bmm(torch.softmax(scores, dim=-1), v_NSD[:, :keys])
+        scores = torch.baddbmm(ignored, folded, k_NSD[:, keys].transpose(1, 2), beta=0, alpha=scoring.scale)
+        if scoring.softcap is not None:
+            scores = _capped(scores, scoring.softcap)
+        by_query = scores.view(num_kv_heads, group, count, keys.stop - low)
+        by_query[..., position - low :].add_(ahead[:count, :count])
+        if scoring.window is not None:
+            behind = torch.arange(count, device=q.device)[:, None] + (position - scoring.window)
+            by_query.masked_fill_(torch.arange(low, keys.stop, device=q.device) <= behind, float("-inf"))
+        part = torch.bmm(torch.softmax(scores, dim=-1), v_NSD[:, keys])
         out[first:stop] = part.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
     return out.view(num_queries, num_heads, head_dim)
+
+
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return scores.div_(softcap).tanh_().mul_(softcap)

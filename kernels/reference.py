@@ -36,20 +36,30 @@ def rope(x: torch.Tensor, position: int, frequencies: torch.Tensor) -> torch.Ten
 
 
 def paged_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_ids: list[int], start: int
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_ids: list[int],
+    start: int,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """One row: queries `[Q, H, D]` at positions `start, start + 1, …` over all positions up to their own.
+    """One row: queries `[Q, H, D]` at positions `start, start + 1, …` over the last `window` positions up to their own.
 
     k_cache, v_cache: `[num_blocks, N, B, D]`; query head h reads KV head `h * N // H`. Returns float64 `[Q, H, D]`.
     """
     num_heads, num_kv_heads, block_size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
     out = torch.empty(q.shape, dtype=torch.float64)
     for i in range(q.shape[0]):
-        places = [(block_ids[p // block_size], p % block_size) for p in range(start + i + 1)]
+        first = 0 if window is None else max(0, start + i - window + 1)
+        places = [(block_ids[p // block_size], p % block_size) for p in range(first, start + i + 1)]
         for h in range(num_heads):
             n = h * num_kv_heads // num_heads
             k = torch.stack([k_cache[block, n, slot] for block, slot in places]).double()
             v = torch.stack([v_cache[block, n, slot] for block, slot in places]).double()
-            weights = torch.softmax(k @ q[i, h].double() / q.shape[-1] ** 0.5, dim=0)
-            out[i, h] = weights @ v
+            scores = k @ q[i, h].double() * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[i, h] = torch.softmax(scores, dim=0) @ v
     return out

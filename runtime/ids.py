@@ -14,6 +14,8 @@ Epoch = NewType("Epoch", int)
 TransferId = NewType("TransferId", str)
 BlockId = NewType("BlockId", int)
 """Index of a block in one group's pool; the same on every rank of the group."""
+NO_BLOCK = BlockId(-1)
+"""In a block table before every window that still counts: the block was given back. Nothing may read it."""
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes that name a block's content; see `kv/hashing.py`."""
 

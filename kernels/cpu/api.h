@@ -12,6 +12,7 @@ struct Contexts {
   int64_t num_tokens, num_tiles, num_heads, num_kv_heads, head_dim, block_size, block_stride;
   int64_t tile_queries;          // queries of a tile
   int64_t scratch_floats;        // of each thread
+  int64_t window;                // positions that a query sees, its own included
   const int64_t* first_token;    // [R]
   const int64_t* num_queries;    // [R]
   const int64_t* start;          // [R] position of the first query
@@ -35,6 +36,7 @@ struct Attend {
   void* cache;          // this layer of block 0
   void* out;            // [T, H, D]
   float eps;
+  float scale, softcap;  // scores = softcap * tanh(scale * q k / softcap); 0: not capped
   int64_t next, joined;  // tickets: work to do, threads that came
 };
 

@@ -7,7 +7,8 @@
 // to finish merges them, in order. Every query's result is so computed by the same operations in the same order,
 // whatever the tile, the batch and the number of threads.
 //
-// Slots behind a tile's last query are never read.
+// With a window, a chunk is walked from the first position that some query of the tile sees. Slots before it and behind
+// the tile's last query are never read, nor are their entries in the block table.
 #pragma once
 #include "api.h"
 #include "small.h"
@@ -142,11 +143,21 @@ INLINE void pack_value(const T* value, const T* following, uint32_t* to, int64_t
   }
 }
 
-// Softmax numerators of one row of raw scores, of which `visible` count; the rest up to `padded` becomes 0.
+// scores = to * tanh(scores * factor), within 2e-7 * to.
+INLINE void cap(float* scores, int64_t padded, float factor, float to) {
+  for (int64_t t = 0; t < padded; t += W) {
+    vf e = exp(load<vf>(scores + t) * (2.0f * factor));
+    store(scores + t, to - (2.0f * to) / (e + 1.0f));
+  }
+}
+
+// Softmax numerators of one row of raw scores, of which those in [begin, end) count; the rest up to `padded` becomes 0.
 template <class T>
-void weigh(float* scores, uint32_t* weights, int64_t visible, int64_t padded, float scale, float* top, float* total) {
+void weigh(float* scores, uint32_t* weights, int64_t begin, int64_t end, int64_t padded, float scale, float* top,
+           float* total) {
   vf most = splat(-__builtin_inff()), sums = {};
-  for (int64_t t = visible; t < padded; t++) scores[t] = -__builtin_inff();
+  for (int64_t t = 0; t < begin; t++) scores[t] = -__builtin_inff();
+  for (int64_t t = end; t < padded; t++) scores[t] = -__builtin_inff();
   for (int64_t t = 0; t < padded; t += W) most = max(load<vf>(scores + t), most);
   float m = most[0];
   for (int i = 1; i < W; i++) m = most[i] > m ? most[i] : m;
@@ -195,12 +206,18 @@ INLINE void finish(const Part& part, T* out, int64_t dim) {
     store2(out + i, load<vf>(part.values + i) * factor, load<vf>(part.values + i + W) * factor);
 }
 
+// The first position that a query sees.
+INLINE int64_t first_seen(const Contexts& all, int64_t position) {
+  return position < all.window ? 0 : position - all.window + 1;
+}
+
 // One tile of one KV head.
 template <class T>
 struct Tile {
   int64_t row, head, first, queries;  // queries of the row: [first, first + queries)
   int64_t chunk, last_chunk;          // to be attended to
   int64_t position;                   // of the first query
+  int64_t seen;                       // the first position that it sees
   bool split;                         // these chunks are not all: they are merged elsewhere
 
   Tile(const Contexts& all, int64_t work) {
@@ -212,23 +229,30 @@ struct Tile {
     queries = count - first < all.tile_queries ? count - first : all.tile_queries;
     position = all.start[row] + first;
     last_chunk = (position + queries - 1) / kChunk;
-    split = count == 1 && last_chunk > 0;
-    chunk = 0;
+    seen = first_seen(all, position);
+    chunk = seen / kChunk;
+    split = count == 1 && last_chunk > chunk;
     if (count == 1) chunk = last_chunk = all.tile_first[tile];
   }
 
-  int64_t length(int64_t c) const {  // positions of a chunk that some query sees
+  int64_t length(int64_t c) const {  // positions of a chunk up to the last that some query sees
     int64_t rest = position + queries - c * kChunk;
     return rest < kChunk ? rest : kChunk;
   }
 
+  int64_t hidden(int64_t c) const {  // of these, how many come before the first that some query sees
+    int64_t before = seen - c * kChunk;
+    return before > 0 ? before : 0;
+  }
+
   void find_keys(const Contexts& all, const T* cache, int64_t c, const T** keys) const {
-    int64_t at = c * kChunk, block = at / all.block_size, slot = at % all.block_size;
+    int64_t skip = hidden(c), at = c * kChunk + skip, block = at / all.block_size, slot = at % all.block_size;
     const int64_t* table = all.tables + all.table_at[row];
     const T* base = cache + head * all.block_size * all.head_dim;
-    for (int64_t i = 0, n = length(c); i < n; block++, slot = 0)
+    for (int64_t i = skip, n = length(c); i < n; block++, slot = 0)
       for (const T* span = base + table[block] * all.block_stride; slot < all.block_size && i < n; slot++, i++)
         keys[i] = span + slot * all.head_dim;
+    for (int64_t i = 0; i < skip; i++) keys[i] = keys[skip];  // something finite, which gets no weight
   }
 };
 
@@ -237,7 +261,7 @@ class Worker {
   const Attend& job;
   const Contexts& all;
   int64_t dim, group, units;
-  float scale;
+  float scale;  // of scores as `weigh` finds them: capped ones are scaled already
   const T* keys[2][kChunk];
   int64_t num_next = 0;  // keys of the chunk after this one, in keys[1 - now]
   int now = 0;
@@ -249,7 +273,7 @@ class Worker {
   Worker(const Attend& job, int64_t me) : job(job), all(*job.contexts), dim(all.head_dim) {
     group = all.num_heads / all.num_kv_heads;
     units = dim / Product<T>::kPerUnit;
-    scale = 1.0f / __builtin_sqrtf((float)dim);
+    scale = job.softcap > 0 ? 1.0f : job.scale;
     int64_t rows = all.tile_queries * group;
     float* p = all.scratch + me * all.scratch_floats;
     auto part = [&](int64_t count) { float* at = p; p += count; return at; };
@@ -302,7 +326,8 @@ class Worker {
   }
 
   float* partial(const Tile<T>& tile, int64_t chunk) const {
-    return all.partials + ((all.partials_at[tile.row] + chunk) * all.num_kv_heads + tile.head) * group * (dim + 2);
+    int64_t at = all.partials_at[tile.row] + chunk - tile.seen / kChunk;
+    return all.partials + (at * all.num_kv_heads + tile.head) * group * (dim + 2);
   }
 
   void load_queries(const Tile<T>& tile) {
@@ -314,36 +339,41 @@ class Worker {
 
   // One chunk of a tile: its part of each row's result, merged with the earlier ones or left for later.
   void attend(const Tile<T>& tile, int64_t chunk) {
-    int64_t start = chunk * kChunk, length = tile.length(chunk), rows = tile.queries * group;
+    int64_t start = chunk * kChunk, length = tile.length(chunk), hidden = tile.hidden(chunk);
     int64_t values = all.num_kv_heads * all.block_size * dim;  // from a key to its value
     const T* const* mine = keys[now];
     auto first_row = [&](int64_t position) { return position > tile.position ? (position - tile.position) * group : 0; };
-    for (int64_t t = 0; t < length; t += kGroup) {
+    int64_t seeing = start + length - 1 + all.window - tile.position;  // queries whose window has not left the chunk
+    int64_t rows = (seeing < tile.queries ? seeing : tile.queries) * group;
+    for (int64_t t = hidden / kGroup * kGroup; t < length; t += kGroup) {
       int64_t count = length - t < kGroup ? length - t : kGroup, from = first_row(start + t);
       pack_keys(mine + t, count, packed, dim, keys[1 - now] + t, num_next - t);
       product<T>(rows - from, q + from * units, units, packed, kGroup, scores + from * kChunk + t, kChunk, units);
     }
     int64_t from = first_row(start), padded = (length + 2 * W - 1) / (2 * W) * (2 * W);
-    int64_t stride = kChunk / Product<T>::kPerUnit;
-    for (int64_t r = from; r < rows; r++) {
-      int64_t sees = tile.position + r / group + 1 - start;
-      weigh<T>(scores + r * kChunk, weights + r * stride, sees < length ? sees : length, padded, scale, fresh_top(r),
-               fresh_total(r));
-    }
     enum { kStep = Product<T>::kPerUnit };
-    for (int64_t t = 0; t < length; t += kStep) {
+    int64_t stride = kChunk / kStep, skip = hidden / kStep;
+    for (int64_t r = from; r < rows; r++) {
+      int64_t position = tile.position + r / group, sees = position + 1 - start, first = first_seen(all, position) - start;
+      if (job.softcap > 0) cap(scores + r * kChunk, padded, job.scale / job.softcap, job.softcap);
+      weigh<T>(scores + r * kChunk, weights + r * stride, first, sees < length ? sees : length, padded, scale,
+               fresh_top(r), fresh_total(r));
+    }
+    for (int64_t t = skip * kStep; t < length; t += kStep) {
       for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(keys[1 - now][i] + values, dim);
       const T* following = t + 1 < length ? mine[t + 1] + values : nullptr;
-      pack_value<T>(mine[t] + values, following, packed + t / kStep * dim, dim);
+      pack_value<T>(mine[t] + values, following, packed + (t / kStep - skip) * dim, dim);
     }
     for (int64_t i = length; i < num_next; i++) prefetch(keys[1 - now][i] + values, dim);
-    product<T>(rows - from, weights + from * stride, stride, packed, dim, fresh + from * dim, dim, (length + kStep - 1) / kStep);
+    product<T>(rows - from, weights + from * stride + skip, stride, packed, dim, fresh + from * dim, dim,
+               (length + kStep - 1) / kStep - skip);
     if (tile.split) {
       save(tile, chunk);
     } else {
       for (int64_t r = from; r < rows; r++) {
         Part into = {tops[r], totals[r], merged + r * dim};
-        merge(into, Part{*fresh_top(r), *fresh_total(r), fresh + r * dim}, chunk == 0, scale, dim);
+        bool first = first_seen(all, tile.position + r / group) >= start;
+        merge(into, Part{*fresh_top(r), *fresh_total(r), fresh + r * dim}, first, scale, dim);
         tops[r] = into.top;
         totals[r] = into.total;
       }
@@ -370,15 +400,15 @@ class Worker {
 
   // Whoever ends the last chunk of a row merges all of them.
   void merge_split(const Tile<T>& tile) {
-    int64_t chunks = all.start[tile.row] / kChunk + 1;
+    int64_t first = tile.seen / kChunk, last = tile.position / kChunk;
     int32_t* done = all.pending + tile.row * all.num_kv_heads + tile.head;
-    if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < chunks) return;
+    if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < last - first + 1) return;
     *done = 0;
     for (int64_t g = 0; g < group; g++) {
       Part into = {0, 0, merged};
-      for (int64_t c = 0; c < chunks; c++) {
+      for (int64_t c = first; c <= last; c++) {
         float* from = partial(tile, c) + g * (dim + 2);
-        merge(into, Part{from[0], from[1], from + 2}, c == 0, scale, dim);
+        merge(into, Part{from[0], from[1], from + 2}, c == first, scale, dim);
       }
       finish(into, out(tile, 0) + g * dim, dim);
     }

@@ -84,10 +84,11 @@ EXPORT int kvferry_silu_mul(int dtype, const void* gate_up, void* out, int64_t r
 }
 
 EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, const void* q_norm,
-                          const void* k_norm, float eps, void* cache, void* out, int threads) {
+                          const void* k_norm, float eps, float scale, float softcap, void* cache, void* out,
+                          int threads) {
   const Kernels* kernels = choose(contexts->head_dim);
   if (!kernels) return 1;
-  Attend job = {contexts, qkv, angles, q_norm, k_norm, cache, out, eps, 0, 0};
+  Attend job = {contexts, qkv, angles, q_norm, k_norm, cache, out, eps, scale, softcap, 0, 0};
   run(kernels->rotate_and_write[dtype], &job, contexts->num_tokens >= 8 ? threads : 1);
   job.next = job.joined = 0;
   run(kernels->attend[dtype], &job, threads);

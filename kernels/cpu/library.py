@@ -18,7 +18,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_scratch_floats": (_I64, [_I64, _I64]),
     "kvferry_add_norm": (_INT, [_INT, _P, _P, _P, _P, _FLOAT, _I64, _I64, _INT]),
     "kvferry_silu_mul": (_INT, [_INT, _P, _P, _I64, _I64, _INT]),
-    "kvferry_attend": (_INT, [_INT, _P, _P, _P, _P, _P, _FLOAT, _P, _P, _INT]),
+    "kvferry_attend": (_INT, [_INT, _P, _P, _P, _P, _P, _FLOAT, _FLOAT, _FLOAT, _P, _P, _INT]),
 }
 REMEDY = "build them with `python -m kvferry.kernels.cpu.build`"
 

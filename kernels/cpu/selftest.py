@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.attention import Contexts
 from kvferry.kernels.cpu.operations import DTYPES, add_norm_, silu_mul
 
@@ -54,4 +55,4 @@ def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor,
     slots = table[position // size] * cache[0].numel() + position % size * dim
     counts, start = np.array([tokens]), np.array([0])
     contexts = Contexts(lib, [table], counts, start, slots, (cache[0].numel(), kv_heads, size, dim))
-    return "attention", contexts.attend(qkv, angles, cache), expected.transpose(0, 1)
+    return "attention", contexts.attend(qkv, angles, cache, Scoring(dim**-0.5)), expected.transpose(0, 1)

@@ -2,7 +2,8 @@
 
 Tokens are put in order of attention: first the rows of one token ("decode"), longest context first and cut into groups
 of similar length, then each longer row ("prefill") by itself, those with a cached prefix before those without.
-`sample_index` leads back to the plan's order. Where the CPU kernels attend, they take all rows at once.
+`sample_index` leads back to the plan's order. Where the CPU kernels attend, they take all rows at once. Layers with a
+window read only the blocks in it; what stands in a block table before may be `NO_BLOCK`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,21 @@ class PrefixedPart:
     tokens: slice
     start: int
     """Position of the first token."""
+    first_key: int
+    """Position of the first that is gathered."""
     spans: torch.Tensor
     gathered: torch.Tensor
     """Both as in `PagedRows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The batch as layers of one window see it."""
+
+    decode: list[DecodePart]
+    prefixed: list[PrefixedPart]
+    fresh: list[slice]
+    """Tokens of prompts from their beginning: their keys and values are all just computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +68,10 @@ class Batch:
     sample_index: torch.Tensor
     """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
     contexts: Contexts | None
-    """Where the CPU kernels attend. All below is for torch's operations and absent then."""
+    """Where the CPU kernels attend. All below is for torch's operations."""
     write_index: torch.Tensor
     """int64 `[T·2N]`: slots of the new keys and values."""
-    decode: list[DecodePart]
-    prefixed: list[PrefixedPart]
-    fresh: list[slice]
-    """Tokens of prompts from their beginning: their keys and values are all just computed."""
+    gathers: Gathers
 
 
 class _Table:
@@ -97,24 +107,16 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
     last_token = {t.index: int(stop) - 1 for t, stop in zip(ordered, stops, strict=True)}
 
     write_index = storage.slot_index(blocks, positions % block_size)
-    contexts = None
-    parts: tuple[list[DecodePart], list[PrefixedPart], list[slice]] = ([], [], [])
     lib = kernels_for(storage.blocks, storage.layout.head_dim)
-    if lib is not None:
-        contexts = _contexts(lib, ordered, lengths, write_index, storage)
-    else:
-        parts = _parts(decode, prefill, (stops - lengths)[len(decode) :].tolist(), storage)
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
         sample_index=torch.tensor(
             [last_token[i] for i, row in enumerate(rows) if row.sample], dtype=torch.int64, device=device
         ),
-        contexts=contexts,
+        contexts=None if lib is None else _contexts(lib, ordered, lengths, write_index, storage),
         write_index=torch.from_numpy(write_index.reshape(-1)).to(device),
-        decode=parts[0],
-        prefixed=parts[1],
-        fresh=parts[2],
+        gathers=Gathers(decode, prefill, storage),
     )
 
 
@@ -132,65 +134,84 @@ def _contexts(
     return Contexts(lib, [t.block_ids for t in ordered], lengths, start, slots, shape)
 
 
-def _parts(
-    decode: list[_Table], prefill: list[_Table], prefill_starts: list[int], storage: KVStorage
-) -> tuple[list[DecodePart], list[PrefixedPart], list[slice]]:
-    parts = _Parts(storage)
-    decode_parts, done = [], 0
-    for size in _groups([len(t.block_ids) for t in decode]):
-        decode_parts.append(parts.decode(decode[done : done + size], done))
-        done += size
-    spans = list(zip(prefill, prefill_starts, strict=True))
-    prefixed = [parts.prefixed(t, start) for t, start in spans if t.row.start > 0]
-    fresh = [slice(start, start + len(t.row.token_ids)) for t, start in spans if t.row.start == 0]
-    return decode_parts, prefixed, fresh
-
-
 def _groups(num_blocks: Sequence[int]) -> list[int]:
-    """Sizes of consecutive groups of rows (longest first) in which padding stays small beside the work itself."""
+    """Sizes of consecutive groups of rows in which padding stays small beside the work itself."""
     sizes: list[int] = []
-    longest = work = waste = 0
+    longest = work = 0
     for blocks in num_blocks:
-        if sizes and waste + longest - blocks <= max(_MIN_WASTE, (work + blocks) // 4):
-            waste += longest - blocks
+        padded = max(longest, blocks) * (sizes[-1] + 1) if sizes else 0
+        if sizes and padded - work - blocks <= max(_MIN_WASTE, (work + blocks) // 4):
+            longest = max(longest, blocks)
             work += blocks
             sizes[-1] += 1
         else:
-            longest, work, waste = blocks, blocks, 0
+            longest = work = blocks
             sizes.append(1)
     return sizes
 
 
-class _Parts:
+class Gathers:
     """Finds the rows' contexts. What a batch gathers goes into the same memory, one part after the other."""
 
-    def __init__(self, storage: KVStorage) -> None:
+    def __init__(self, decode: list[_Table], prefill: list[_Table], storage: KVStorage) -> None:
+        self._decode, self._prefill = decode, prefill
         self._storage = storage
         self._memory = storage.blocks.new_empty((0, storage.spans[0].shape[1]))
+        self._parts: dict[int | None, Parts] = {}
 
-    def decode(self, tables: list[_Table], first: int) -> DecodePart:
+    def parts(self, window: int | None) -> Parts:
+        """Made at the first call; the same for all layers with this window."""
+        if window not in self._parts:
+            self._parts[window] = self._find(window)
+        return self._parts[window]
+
+    def _find(self, window: int | None) -> Parts:
+        first_seen = [0 if window is None else max(0, t.row.start - window + 1) for t in self._decode]
+        skipped = [seen // self._storage.layout.block_size for seen in first_seen]
+        decode, done = [], 0
+        for size in _groups([len(t.block_ids) - skip for t, skip in zip(self._decode, skipped, strict=True)]):
+            rows = slice(done, done + size)
+            decode.append(DecodePart(rows, self._rows(self._decode[rows], skipped[rows], first_seen[rows])))
+            done += size
+        prefixed, fresh = [], []
+        for table in self._prefill:
+            tokens = slice(done, done + len(table.row.token_ids))
+            done = tokens.stop
+            if table.row.start:
+                prefixed.append(self._prefixed(table, tokens, window))
+            else:
+                fresh.append(tokens)
+        return Parts(decode, prefixed, fresh)
+
+    def _rows(self, tables: list[_Table], skipped: list[int], first_seen: list[int]) -> PagedRows:
+        """Without the first `skipped` blocks of each row; what it sees begins at `first_seen`."""
         layout, device = self._storage.layout, self._storage.blocks.device
-        heads, num_rows, longest = layout.rank_heads, len(tables), len(tables[0].block_ids)
+        heads, num_rows = layout.rank_heads, len(tables)
+        seen = [t.block_ids[skip:] for t, skip in zip(tables, skipped, strict=True)]
+        longest = max(seen, key=len)
         # Padding needs a span that is filled to its end: when there is padding, the longest row has more than one
         # block and so a full first one.
-        block_ids = np.full((num_rows, longest), tables[0].block_ids[0])
-        for r, table in enumerate(tables):
-            block_ids[r, : len(table.block_ids)] = table.block_ids
-        contexts = np.array([[t.context] for t in tables])
-        slot = np.arange(longest * layout.block_size)
+        block_ids = np.full((num_rows, len(longest)), longest[0])
+        for r, ids in enumerate(seen):
+            block_ids[r, : len(ids)] = ids
+        skips = np.array(skipped)[:, None] * layout.block_size
+        contexts = np.array([[t.context] for t in tables]) - skips
+        slot = np.arange(len(longest) * layout.block_size)
         behind = slot >= contexts
         row, unfilled = np.nonzero(behind & (slot < -(-contexts // layout.block_size) * layout.block_size))
         keys_values, head = np.arange(2)[:, None, None], np.arange(heads)[:, None]
         unfilled = ((keys_values * num_rows + row) * heads + head) * len(slot) + unfilled
         mask = torch.zeros((num_rows * heads, 1, len(slot)), dtype=self._storage.blocks.dtype)
-        mask.masked_fill_(torch.from_numpy(np.repeat(behind, heads, axis=0))[:, None], float("-inf"))
+        hidden = behind | (slot < np.array(first_seen)[:, None] - skips)
+        mask.masked_fill_(torch.from_numpy(np.repeat(hidden, heads, axis=0))[:, None], float("-inf"))
         spans, gathered = self._context(block_ids)
-        rows = PagedRows(spans, gathered, torch.from_numpy(unfilled.reshape(-1)).to(device), mask.to(device))
-        return DecodePart(slice(first, first + num_rows), rows)
+        return PagedRows(spans, gathered, torch.from_numpy(unfilled.reshape(-1)).to(device), mask.to(device))
 
-    def prefixed(self, table: _Table, first: int) -> PrefixedPart:
-        tokens = slice(first, first + len(table.row.token_ids))
-        return PrefixedPart(tokens, table.row.start, *self._context(table.block_ids[None]))
+    def _prefixed(self, table: _Table, tokens: slice, window: int | None) -> PrefixedPart:
+        first_seen = 0 if window is None else max(0, table.row.start - window + 1)
+        skip = first_seen // self._storage.layout.block_size
+        first_key = skip * self._storage.layout.block_size
+        return PrefixedPart(tokens, table.row.start, first_key, *self._context(table.block_ids[None, skip:]))
 
     def _context(self, block_ids: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Spans of the blocks `[R, S/B]`, and the memory to gather them into."""

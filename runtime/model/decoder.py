@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.attention import Scoring
 from kvferry.kernels.linear import PackedLinear
 from kvferry.kernels.moe import GroupedLinear
 from kvferry.runtime.kv.storage import KVStorage
@@ -160,6 +161,7 @@ class _Builder:
             num_kv_heads=self._kv_heads[1] - self._kv_heads[0],
             head_dim=spec.head_dim,
             rotation=self._rotation(spec),
+            scoring=Scoring(spec.head_dim**-0.5 if spec.scale is None else spec.scale, spec.softcap, spec.window),
         )
 
     def _head_norm(self, part: str, order: list[int] | None) -> RMSNorm:

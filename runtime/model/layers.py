@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.kernels.activation import ACTIVATIONS, gated
-from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
+from kvferry.kernels.attention import Scoring, causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear
 from kvferry.kernels.norm import add_norm_, layer_norm, rms_norm
 from kvferry.kernels.rope import apply_rope_
@@ -62,6 +62,7 @@ class Attention:
     head_dim: int
     rotation: int
     """Which of the decoder's kinds of rotation."""
+    scoring: Scoring
 
     def __call__(
         self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
@@ -72,10 +73,10 @@ class Attention:
         if batch.contexts is None:
             out = self._gathered(qkv, angles, batch, slots, spans)
         elif self.q_norm is None or self.k_norm is None:
-            out = batch.contexts.attend(qkv, angles, slots)
+            out = batch.contexts.attend(qkv, angles, slots, self.scoring)
         else:
             norms = self.q_norm.weight, self.k_norm.weight
-            out = batch.contexts.attend(qkv, angles, slots, *norms, self.q_norm.eps)
+            out = batch.contexts.attend(qkv, angles, slots, self.scoring, *norms, self.q_norm.eps)
         return self.output(out.view(-1, heads * self.head_dim))
 
     def _gathered(
@@ -89,13 +90,16 @@ class Attention:
             kv[:, : self.num_kv_heads].copy_(self.k_norm(kv[:, : self.num_kv_heads]))
         apply_rope_(qkv[:, : heads + self.num_kv_heads], angles)
         write_kv(slots, batch.write_index, kv)
-        parts = [paged_attention(q[part.tokens], spans, part.rows, self.num_kv_heads) for part in batch.decode]
-        for part in batch.prefixed:
+        found = batch.gathers.parts(self.scoring.window)
+        parts = [
+            paged_attention(q[part.tokens], spans, part.rows, self.num_kv_heads, self.scoring) for part in found.decode
+        ]
+        for part in found.prefixed:
             k, v = gather_kv(spans, part.spans, part.gathered, self.head_dim, self.num_kv_heads)
-            parts.append(causal_attention(q[part.tokens], k, v, part.start))
-        for tokens in batch.fresh:
+            parts.append(causal_attention(q[part.tokens], k, v, part.start, self.scoring, part.first_key))
+        for tokens in found.fresh:
             k, v = kv[tokens].transpose(0, 1).chunk(2)
-            parts.append(causal_attention(q[tokens], k, v, 0))
+            parts.append(causal_attention(q[tokens], k, v, 0, self.scoring))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

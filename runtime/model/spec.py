@@ -65,6 +65,12 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     qk_norm: bool = False
     """A norm over each head of q and k before rotation."""
+    scale: float | None = None
+    """What scores are multiplied with; None: `head_dim**-0.5`."""
+    softcap: float | None = None
+    """Then scores become `softcap * tanh(score / softcap)`."""
+    window: int | None = None
+    """A token sees so many positions, its own included; None: all up to its own."""
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import pytest
 import torch
+from msgspec import structs
+from transformers import AutoModelForCausalLM as AutoModel
+from transformers import Qwen2Config
 
+from kvferry.runtime.ids import BlockId
+from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.model.decoder import build_model
+from kvferry.runtime.model.families import from_hf_config
+from kvferry.runtime.model.loader import MemoryWeights
+from kvferry.runtime.model.parallel import SingleRank
 from kvferry.runtime.step import Row
-from tests.support.golden import Sequences, expected_tokens, generate, generate_in_parallel, oracle, prompts
-from tests.support.golden_configs import CONFIGS
+from tests.support.golden import BLOCK, Sequences, expected_tokens, generate, generate_in_parallel, oracle, prompts
+from tests.support.golden_configs import COMMON, CONFIGS
+from tests.support.kernels import torch_alone
 
 pytestmark = pytest.mark.golden
 
@@ -54,6 +69,34 @@ def test_tokens(name: str, chunk: int, stagger: int) -> None:
 def test_tokens_in_parallel(name: str, size: int) -> None:
     """Ranks that take the wrong heads, or biases that are added once per rank."""
     assert generate_in_parallel(name, size, chunk=7) == expected_tokens(name)
+
+
+@pytest.mark.parametrize("without", [contextlib.nullcontext, torch_alone], ids=["kernels", "torch"])
+def test_each_layer_has_its_own_window_and_scale(without: Callable[[], AbstractContextManager[None]]) -> None:
+    """A layer that gets another's window, because the first that asked decided for the step."""
+    config = Qwen2Config(
+        **COMMON, num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True, sliding_window=9
+    )
+    config.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    torch.manual_seed(3)
+    model = AutoModel.from_config(config, dtype=torch.float32).eval()
+    model.model.layers[0].self_attn.scaling = 0.5
+    spec = from_hf_config(oracle("qwen2").config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]})
+    changes: list[dict[str, Any]] = [{"window": 9, "scale": 0.5}, {}, {"window": 9}]
+    layers = tuple(
+        structs.replace(layer, attention=structs.replace(layer.attention, **change))
+        for layer, change in zip(spec.layers, changes, strict=True)
+    )
+    spec = structs.replace(spec, layers=layers, tied_embeddings=False)
+    ours = build_model(spec, MemoryWeights(dict(model.state_dict()), spec), torch.float32, 0, SingleRank())
+    storage = KVStorage(spec.kv_layout(BLOCK, "float32", 1), 40, "cpu", poison=True)
+    prompt, table, got = prompts()[-1], [BlockId(b) for b in range(10, 20)], []
+    with without(), torch.inference_mode():
+        for start, stop in [(0, 15), (15, 33), *[(i, i + 1) for i in range(33, 40)]]:
+            batch = make_batch([Row(prompt[start:stop], start, table, True)], storage)
+            got.append(ours.logits(ours.forward(batch, storage)))
+        expected = model(torch.tensor([prompt])).logits[0, [14, *range(32, 40)]]
+    torch.testing.assert_close(torch.cat(got), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_of_one_step_share_blocks() -> None:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from kvferry.kernels import reference
 from kvferry.kernels.activation import silu_mul
+from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu import attention, operations
 from kvferry.kernels.cpu.available import kernels_for, library
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import inverse_frequencies, rope_angles
-from kvferry.runtime.ids import BlockId
+from kvferry.runtime.ids import NO_BLOCK, BlockId
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
@@ -53,23 +54,29 @@ class Case:
     """Start and number of tokens of each row."""
     qk_norm: bool
     seed: int
+    scoring: Scoring
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Contexts on both sides of a chunk's border (128), tiles' borders (96 / group queries), blocks' borders."""
-    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (2, 4), (3, 3)]))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (1, 97), (2, 4), (3, 3)]))
     layout = KVLayout(
         num_layers=draw(st.integers(1, 2)),
         num_kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([8, 16, 64, 96])),
+        head_dim=draw(st.sampled_from([8, 16, 64, 96, 256])),
         block_size=draw(st.sampled_from([1, 3, 16])),
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
     )
     start = st.one_of(st.integers(0, 40), st.sampled_from([126, 127, 128, 255, 256, 300]))
     count = st.one_of(st.just(1), st.just(1), st.integers(2, 20), st.sampled_from([31, 33]))
     spans = draw(st.lists(st.tuples(start, count), min_size=1, max_size=4))
-    return Case(layout, group, spans, draw(st.booleans()), draw(st.integers(0, 1000)))
+    scoring = Scoring(
+        scale=draw(st.sampled_from([0.125, 0.4])),
+        softcap=draw(st.sampled_from([None, 1.5])),
+        window=draw(st.sampled_from([None, None, 1, 2, 17, 100, 127, 128, 129, 250, 1000])),
+    )
+    return Case(layout, group, spans, draw(st.booleans()), draw(st.integers(0, 1000)), scoring)
 
 
 class Step:
@@ -92,8 +99,10 @@ class Step:
         self.rows, self.qkv = [], []
         for (start, count), length in zip(case.spans, lengths, strict=True):
             table, free = [BlockId(b) for b in free[:length]], free[length:]
+            gone = 0 if case.scoring.window is None else max(0, start - case.scoring.window + 1) // layout.block_size
+            table[:gone] = [NO_BLOCK] * gone
             self.rows.append(Row([0] * count, start, table, True))
-            for p in range(start):
+            for p in range(gone * layout.block_size, start):
                 place = table[p // layout.block_size], slice(None), p % layout.block_size
                 self.keys[place], self.values[place] = random(heads, dim), random(heads, dim)
             self.qkv.append(random(count, heads * (case.group + 2), dim))
@@ -106,7 +115,7 @@ class Step:
         qkv = torch.cat([self.qkv[i] for i in self._batch_order(rows)])
         angles = rope_angles(batch.positions, self.frequencies, self.dtype)
         assert batch.contexts is not None
-        out = batch.contexts.attend(qkv, angles, self.storage.slots[self.layer], *self.norms, 1e-5)
+        out = batch.contexts.attend(qkv, angles, self.storage.slots[self.layer], self.case.scoring, *self.norms, 1e-5)
         parts = out.split([len(self.qkv[i]) for i in self._batch_order(rows)])
         by_row = dict(zip(self._batch_order(rows), parts, strict=True))
         return [by_row[i] for i in rows]
@@ -119,7 +128,10 @@ class Step:
             if self.norms[0] is not None:
                 q = reference.rms_norm(q, self.norms[0], 1e-5)
             q = reference.rope(q, plan.start + i, self.frequencies)
-            expected = reference.paged_attention(q[None], self.keys, self.values, plan.block_ids, plan.start + i)
+            where, how = (plan.block_ids, plan.start + i), self.case.scoring
+            expected = reference.paged_attention(
+                q[None], self.keys, self.values, *where, how.scale, how.softcap, how.window
+            )
             torch.testing.assert_close(got[i].double(), expected[0], rtol=0, atol=atol)
         assert not got.isnan().any()
 
@@ -145,7 +157,14 @@ class Step:
 
 @settings(max_examples=40, deadline=None)
 @example(
-    Case(KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=3, dtype="float32"), 100, [(130, 2)], False, 1),
+    Case(
+        KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=3, dtype="float32"),
+        100,
+        [(130, 2)],
+        False,
+        1,
+        Scoring(0.2),
+    ),
     0,
     2,
 )
@@ -174,13 +193,16 @@ def test_a_row_is_the_same_in_every_batch_and_with_every_number_of_threads(case:
             assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_gives_the_same_in_one_piece_in_pieces_and_token_by_token(dtype: torch.dtype) -> None:
+def test_a_prompt_gives_the_same_in_one_piece_in_pieces_and_token_by_token(
+    dtype: torch.dtype, window: int | None
+) -> None:
     """Tiles, chunked prefill and decode are one computation: what is cached never shows in the result."""
     layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype=str(dtype).split(".")[1])
     results = []
     for cuts in ([0, 270], [0, 7, 130, 270], [*range(271)]):
-        step = Step(Case(layout, 3, [(0, 270)], True, 1))
+        step = Step(Case(layout, 3, [(0, 270)], True, 1, Scoring(0.125, 1.5, window)))
         pieces = []
         whole, qkv = step.rows[0], step.qkv[0]
         for start, stop in itertools.pairwise(cuts):

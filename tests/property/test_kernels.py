@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kvferry.kernels import reference
 from kvferry.kernels.activation import silu_mul
-from kvferry.kernels.attention import causal_attention, gather_kv, paged_attention, write_kv
+from kvferry.kernels.attention import Scoring, causal_attention, gather_kv, paged_attention, write_kv
 from kvferry.kernels.linear import PackedLinear, can_prepack
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import apply_rope_, inverse_frequencies, rope_angles, scale_llama3
-from kvferry.runtime.ids import BlockId
+from kvferry.runtime.ids import NO_BLOCK, BlockId
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
@@ -27,10 +27,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[KVStorage, list[Row], int, int]:
-    """Rows over a poisoned pool with scattered blocks; some of them behind one shared prefix."""
+def batches(draw: st.DrawFn) -> tuple[KVStorage, list[Row], int, Scoring, int]:
+    """Rows over a poisoned pool with scattered blocks; some of them behind one shared prefix.
+
+    Blocks before the window are given back, as far as no other row shares them.
+    """
     block_size = draw(st.sampled_from([1, 3, 16]))
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 4), (2, 1), (3, 3)]))
+    scoring = draw(scorings())
     layout = KVLayout(
         num_layers=draw(st.integers(1, 2)),
         num_kv_heads=kv_heads,
@@ -53,7 +57,23 @@ def batches(draw: st.DrawFn) -> tuple[KVStorage, list[Row], int, int]:
         table[:common] = shared[:common]
         shared = shared if common else table[: start // block_size]
         rows.append(Row([0] * count, start, table, draw(st.booleans())))
-    return KVStorage(layout, num_blocks + 2, "cpu", poison=True), rows, group, draw(st.integers(0, 1000))
+    storage = KVStorage(layout, num_blocks + 2, "cpu", poison=True)
+    return storage, rows, group, scoring, draw(st.integers(0, 1000))
+
+
+@st.composite
+def scorings(draw: st.DrawFn) -> Scoring:
+    return Scoring(
+        scale=draw(st.sampled_from([0.125, 0.4])),
+        softcap=draw(st.sampled_from([None, 1.5])),
+        window=draw(st.sampled_from([None, None, 1, 2, 16, 17, 1000])),
+    )
+
+
+def given_back(row: Row, block_size: int, window: int | None) -> Row:
+    """The row with nothing in its table before what its first token sees."""
+    gone = 0 if window is None else max(0, row.start - window + 1) // block_size
+    return Row(row.token_ids, row.start, [NO_BLOCK] * gone + row.block_ids[gone:], row.sample)
 
 
 def places(row: Row, block_size: int, stop: int) -> list[tuple[BlockId, int]]:
@@ -62,9 +82,9 @@ def places(row: Row, block_size: int, stop: int) -> list[tuple[BlockId, int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(batches())
-def test_attention(case: tuple[KVStorage, list[Row], int, int]) -> None:
-    """Wrong masks, padding that leaks, NaN from unused slots, rows that read another row's blocks."""
-    storage, rows, group, seed = case
+def test_attention(case: tuple[KVStorage, list[Row], int, Scoring, int]) -> None:
+    """Wrong masks, padding that leaks, NaN from unused slots, rows that read another row's or no block."""
+    storage, rows, group, scoring, seed = case
     layout, generator = storage.layout, torch.Generator().manual_seed(seed)
     dtype, heads, layer = storage.blocks.dtype, layout.rank_heads, layout.num_layers - 1
     k_cache, v_cache = storage.layer(layer)
@@ -72,6 +92,7 @@ def test_attention(case: tuple[KVStorage, list[Row], int, int]) -> None:
         for block, slot in places(row, layout.block_size, row.start):
             k_cache[block, :, slot] = torch.randn(heads, layout.head_dim, generator=generator).to(dtype)
             v_cache[block, :, slot] = torch.randn(heads, layout.head_dim, generator=generator).to(dtype)
+    rows = [given_back(row, layout.block_size, scoring.window) for row in rows]
     with torch_alone():
         batch = make_batch(rows, storage)
     num_tokens = len(batch.token_ids)
@@ -80,21 +101,22 @@ def test_attention(case: tuple[KVStorage, list[Row], int, int]) -> None:
     write_kv(storage.slots[layer], batch.write_index, kv)
     got = torch.full(q.shape, float("nan"), dtype=dtype)
     spans = storage.spans[layer]
-    for part in batch.decode:
-        got[part.tokens] = paged_attention(q[part.tokens], spans, part.rows, heads)
-    for prefixed in batch.prefixed:
+    found = batch.gathers.parts(scoring.window)
+    for part in found.decode:
+        got[part.tokens] = paged_attention(q[part.tokens], spans, part.rows, heads, scoring)
+    for prefixed in found.prefixed:
         k, v = gather_kv(spans, prefixed.spans, prefixed.gathered, layout.head_dim, heads)
-        got[prefixed.tokens] = causal_attention(q[prefixed.tokens], k, v, prefixed.start)
-    for tokens in batch.fresh:
+        got[prefixed.tokens] = causal_attention(q[prefixed.tokens], k, v, prefixed.start, scoring, prefixed.first_key)
+    for tokens in found.fresh:
         k, v = kv[tokens].transpose(0, 1).chunk(2)
-        got[tokens] = causal_attention(q[tokens], k, v, 0)
+        got[tokens] = causal_attention(q[tokens], k, v, 0, scoring)
     assert not got.isnan().any()
-    done = 0
+    done, score = 0, (scoring.scale, scoring.softcap, scoring.window)
     for row in tokens_in_batch_order(rows, layout.block_size):
         mine = slice(done, done + len(row.token_ids))
         done = mine.stop
         assert batch.positions[mine].tolist() == list(range(row.start, row.start + len(row.token_ids)))
-        expected = reference.paged_attention(q[mine], k_cache, v_cache, row.block_ids, row.start)
+        expected = reference.paged_attention(q[mine], k_cache, v_cache, row.block_ids, row.start, *score)
         torch.testing.assert_close(got[mine].double(), expected, rtol=0, atol=TOLERANCE[dtype])
     assert len(batch.sample_index) == sum(row.sample for row in rows)
 
@@ -108,16 +130,17 @@ def tokens_in_batch_order(rows: list[Row], block_size: int) -> list[Row]:
     return [*decode, *[row for row in longer if row.start], *[row for row in longer if not row.start]]
 
 
+@pytest.mark.parametrize("window", [None, 1, 50, 100])
 @pytest.mark.parametrize(("count", "start"), [(63, 0), (64, 3), (65, 0), (129, 40)])
-def test_long_prefill(count: int, start: int) -> None:
-    """Queries are scored in chunks; a chunk must see all keys before it and none behind."""
+def test_long_prefill(count: int, start: int, window: int | None) -> None:
+    """Queries are scored in chunks; a chunk must see all keys before it that are in the window, and none behind."""
     generator = torch.Generator().manual_seed(count)
     q = torch.randn(count, 4, 8, generator=generator)
     k, v = torch.full((2, 2, 192, 8), float("nan"))
     k[:, : start + count] = torch.randn(2, start + count, 8, generator=generator)
     v[:, : start + count] = torch.randn(2, start + count, 8, generator=generator)
-    got = causal_attention(q, k, v, start)
-    expected = reference.paged_attention(q, k[None], v[None], [0], start)
+    got = causal_attention(q, k, v, start, Scoring(0.3, None, window))
+    expected = reference.paged_attention(q, k[None], v[None], [0], start, 0.3, None, window)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
 
 
@@ -132,7 +155,9 @@ def test_similar_lengths_share_a_call_and_outliers_do_not() -> None:
         used += count
     with torch_alone():
         batch = make_batch(rows, KVStorage(layout, used, "cpu"))
-    assert [part.tokens for part in batch.decode] == [slice(0, 1), slice(1, 16)]
+    assert [part.tokens for part in batch.gathers.parts(None).decode] == [slice(0, 1), slice(1, 16)]
+    (part,) = batch.gathers.parts(100).decode  # a window makes all alike
+    assert part.rows.mask.shape == (16, 1, 8 * 16)
 
 
 @settings(max_examples=40, deadline=None)
