@@ -1,8 +1,9 @@
 """Where a token's keys and values lie: one contiguous span per block.
 
-A rank's storage is one tensor `[num_blocks, num_layers, 2, rank_heads, block_size, head_dim]` (block-major), so that a
-block is one copy and one message. A rank holds a consecutive range of the model's KV heads; with more ranks than KV
-heads, neighbouring ranks hold the same head.
+A rank's storage is one tensor `[num_blocks, num_layers, planes, rank_heads, block_size, head_dim]` (block-major), so
+that a block is one copy and one message. Two planes are keys and values; one is what both are computed from
+(`kernels/mla.py`). A rank holds a consecutive range of the model's KV heads; with more ranks than KV heads,
+neighbouring ranks hold the same head.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     dtype: str
     tp_size: int = 1
+    planes: int = 2
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -51,13 +53,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """`[num_layers, 2, rank_heads, block_size, head_dim]`."""
-        return self.num_layers, 2, self.rank_heads, self.block_size, self.head_dim
+        """`[num_layers, planes, rank_heads, block_size, head_dim]`."""
+        return self.num_layers, self.planes, self.rank_heads, self.block_size, self.head_dim
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one rank: 2 · layers · rank heads · head dim · bytes."""
-        return 2 * self.num_layers * self.rank_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Of one rank: planes · layers · rank heads · head dim · bytes."""
+        return self.planes * self.num_layers * self.rank_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -71,6 +73,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             "num_layers": str(self.num_layers),
             "num_kv_heads": str(self.num_kv_heads),
             "head_dim": str(self.head_dim),
+            "planes": str(self.planes),
             "block_size": str(self.block_size),
             "kv_dtype": self.dtype,
         }

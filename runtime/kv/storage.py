@@ -1,6 +1,6 @@
 """The memory behind a rank's block pool. One tensor, block-major; see `layout.py`.
 
-    blocks  [num_blocks, num_layers, 2, rank_heads, block_size, head_dim]
+    blocks  [num_blocks, num_layers, planes, rank_heads, block_size, head_dim]
             └── one contiguous span per block: what a transfer sends
 
 A layer is seen as flat rows of the whole tensor, starting at that layer of block 0: then one set of indices serves all
@@ -25,8 +25,8 @@ class KVStorage:
         self.layout = layout
         self.num_blocks = num_blocks
         self.blocks = torch.empty((num_blocks, *layout.block_shape), dtype=getattr(torch, layout.dtype), device=device)
-        self._heads = 2 * layout.rank_heads
-        """Keys and values count as heads 0 … 2·rank_heads-1 of a layer."""
+        self._heads = layout.planes * layout.rank_heads
+        """Keys and values count as heads 0 … 2·rank_heads-1 of a layer, latents as its only one."""
         slots = self.blocks.view(-1, layout.head_dim)
         spans = self.blocks.view(-1, layout.block_size * layout.head_dim)
         self.slots = [slots[layer * self._heads * layout.block_size :] for layer in range(layout.num_layers)]
@@ -41,7 +41,7 @@ class KVStorage:
         self.blocks.fill_(float("nan"))
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of keys and values, each `[num_blocks, rank_heads, block_size, head_dim]`."""
+        """Views of the two planes, keys and values, each `[num_blocks, rank_heads, block_size, head_dim]`."""
         return self.blocks[:, layer, 0], self.blocks[:, layer, 1]
 
     def block_bytes(self, block_id: BlockId) -> torch.Tensor:
@@ -49,11 +49,11 @@ class KVStorage:
         return self.blocks[block_id].view(-1).view(torch.uint8)
 
     def span_index(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of `spans` for block ids `[...]`: `[..., 2·rank_heads]`, keys first."""
+        """Rows of `spans` for block ids `[...]`: `[..., planes·rank_heads]`, keys first."""
         first = block_ids.astype(np.int64) * (self.layout.num_layers * self._heads)
         index: npt.NDArray[np.int64] = first[..., None] + np.arange(self._heads)
         return index
 
     def slot_index(self, block_ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of `slots` for tokens at `offsets` `[...]` within blocks `[...]`: `[..., 2·rank_heads]`, keys first."""
+        """Rows of `slots` for tokens at `offsets` `[...]` within blocks `[...]`, keys first."""
         return self.span_index(block_ids) * self.layout.block_size + offsets[..., None]

@@ -2,7 +2,7 @@
 
 ModelSpec ── norm, embeddings, output head
     └── LayerSpec, one per layer
-          ├── AttentionSpec ── rope
+          ├── AttentionSpec or LatentSpec ── rope
           └── MLPSpec or MoESpec
 """
 
@@ -72,6 +72,40 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     """A token sees so many positions, its own included; None: all up to its own."""
 
+    @property
+    def planes(self) -> int:
+        """Cached for each head: its key and its value."""
+        return 2
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention in which all heads share one cached vector per token (`kernels/mla.py`)."""
+
+    num_heads: int
+    query_rank: int | None
+    """Queries too are computed from a latent vector, of this size; `None`: directly."""
+    latent_rank: int
+    key_dim: int
+    """Of the part of a head's query and key that is not rotated."""
+    rope_dim: int
+    """Of the part that is; its key is cached rotated, for all heads."""
+    value_dim: int
+    rope: RopeSpec
+    scale: float
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Of the cached vector."""
+        return self.latent_rank + self.rope_dim
+
+    @property
+    def planes(self) -> int:
+        return 1
+
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
@@ -107,7 +141,7 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentSpec
     mlp: MLPSpec | MoESpec
     post_norms: bool = False
     """A norm also over what attention and MLP give, before it is added."""
@@ -148,7 +182,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
-    def kv_shape(self) -> AttentionSpec:
+    def kv_shape(self) -> AttentionSpec | LatentSpec:
         """Whose KV geometry all layers share."""
         return self.layers[0].attention
 
@@ -166,6 +200,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             block_size=block_size,
             dtype=dtype,
             tp_size=tp_size,
+            planes=self.kv_shape.planes,
         )
 
     def check_tensor_parallel(self, tp_size: int) -> None:
@@ -209,6 +244,10 @@ def is_long(rope: RopeSpec | None, max_context: int) -> bool | None:
 def checked(spec: ModelSpec, source: str) -> ModelSpec:
     """Raises `CorruptModel` when the numbers of `source` contradict each other."""
     for attention in dict.fromkeys(layer.attention for layer in spec.layers):
+        if isinstance(attention, LatentSpec):
+            if attention.rope_dim % 2:
+                raise CorruptModel(f"{source}: {attention.rope_dim} rotated dimensions must be even")
+            continue
         if attention.num_heads % attention.num_kv_heads:
             raise CorruptModel(
                 f"{source}: {attention.num_heads} attention heads are no multiple of {attention.num_kv_heads} KV heads"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvferry.runtime.errors import UnsupportedModel
-from kvferry.runtime.model.families import gpt2, llama, mistral, mixtral, phi, qwen, qwen3_moe
+from kvferry.runtime.model.families import deepseek, gpt2, llama, mistral, mixtral, phi, qwen, qwen3_moe
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
 from kvferry.runtime.model.families.rope import reach
@@ -19,6 +19,8 @@ from kvferry.runtime.model.parts import Source
 from kvferry.runtime.model.spec import ModelSpec, checked
 
 FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
     "GPT2LMHeadModel": gpt2.GPT2,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
