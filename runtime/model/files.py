@@ -3,13 +3,12 @@
 A model is named by one of:
     a folder                Hugging Face layout (`config.json`, safetensors), or one that holds a single `.gguf`
     a file `….gguf`
-    `package:NAME`          the single `.gguf` inside the installed Python package NAME (which is not imported)
+    `package:NAME`          the single `.gguf` inside the installed Python package NAME (`packages.py`)
     `org/name`              a Hugging Face hub id; what is missing locally is downloaded
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from functools import partial
 from hashlib import blake2b
@@ -19,11 +18,12 @@ from typing import Literal
 import msgspec
 
 from kvferry.runtime.errors import CorruptModel, NotFound, UnsupportedModel
-from kvferry.runtime.model.families import file_prefix, from_hf_config, hf_source
+from kvferry.runtime.model.families import from_hf_config, hf_source, renamed
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.gguf_model import gguf_source, gguf_spec
+from kvferry.runtime.model.packages import find_in_package
 from kvferry.runtime.model.parts import Shape, file_shapes
-from kvferry.runtime.model.safetensors_file import read_folder, read_json, with_prefix
+from kvferry.runtime.model.safetensors_file import read_folder, read_json
 from kvferry.runtime.model.spec import ModelSpec, MoESpec
 from kvferry.runtime.model.stored import StoredTensor
 
@@ -45,7 +45,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
 def resolve_model(model: str) -> ModelFiles:
     """Raises `NotFound` when there is no such model, `UnsupportedModel` when it is no layout kvferry reads."""
     if model.startswith(PACKAGE_PREFIX):
-        return _in_package(model.removeprefix(PACKAGE_PREFIX))
+        found = find_in_package(model.removeprefix(PACKAGE_PREFIX)).absolute()
+        return ModelFiles(str(found), "gguf", found.stem)
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_folder(path.absolute(), path.absolute().name)
@@ -56,14 +57,6 @@ def resolve_model(model: str) -> ModelFiles:
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _from_hub(model)
     raise NotFound(f"model={model!r}: no such folder or .gguf file; hub ids look like org/name")
-
-
-def _in_package(package: str) -> ModelFiles:
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise NotFound(f"model='{PACKAGE_PREFIX}{package}': no Python package {package!r} is installed")
-    found = [path for folder in spec.submodule_search_locations for path in sorted(Path(folder).rglob("*.gguf"))]
-    return _single(found, f"Python package {package}")
 
 
 def _in_folder(folder: Path, name: str) -> ModelFiles:
@@ -108,7 +101,7 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     spec = from_hf_config(config, read_json(generation) if generation.is_file() else None)
-    tensors = with_prefix(read_folder(folder), file_prefix(spec))
+    tensors = renamed(spec, read_folder(folder))
     experts = sum(layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec))
     if spec.num_layers + experts > len(tensors):  # before a list of all their tensors is made
         raise CorruptModel(

@@ -19,12 +19,12 @@ from gguf.quants import dequantize
 from safetensors import safe_open
 
 from kvferry.runtime.errors import CorruptModel
-from kvferry.runtime.model.families import file_prefix, hf_source
+from kvferry.runtime.model.families import hf_source, renamed
 from kvferry.runtime.model.files import ModelFiles
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.gguf_model import gguf_source
 from kvferry.runtime.model.parts import Source, Spelling, part_shapes
-from kvferry.runtime.model.safetensors_file import read_folder, with_prefix
+from kvferry.runtime.model.safetensors_file import read_folder
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.model.stored import StoredTensor
 
@@ -105,7 +105,7 @@ class MemoryWeights:
     """Weights that already exist as tensors, by the names that a Hugging Face folder gives them."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], spec: ModelSpec) -> None:
-        self._tensors = tensors
+        self._tensors = renamed(spec, tensors)
         self._parts = _Parts(spec, partial(hf_source, spec), "these weights")
 
     def names(self) -> list[str]:
@@ -127,7 +127,7 @@ class SafetensorsWeights:
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, on_progress: Progress | None = None) -> None:
         self._where = files.path
-        self._tensors = with_prefix(read_folder(Path(files.path)), file_prefix(spec))
+        self._tensors = renamed(spec, read_folder(Path(files.path)))
         self._parts = _Parts(spec, partial(hf_source, spec), files.path, on_progress)
         self._stack = contextlib.ExitStack()
         self._opened: dict[str, Any] = {}

@@ -34,13 +34,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def with_prefix(tensors: dict[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
-    """As if names that lack the prefix in the whole file had it."""
-    if any(name.startswith(prefix) for name in tensors):
-        return tensors
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Raises `CorruptModel` for a header that is damaged or promises other data than the file holds."""
     size = path.stat().st_size

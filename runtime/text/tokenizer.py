@@ -13,7 +13,7 @@ from kvferry.runtime.errors import CorruptModel, InvalidArgument, UnsupportedMod
 from kvferry.runtime.model.families.config import hf_eos_token_ids
 from kvferry.runtime.model.files import ModelFiles
 from kvferry.runtime.model.gguf_file import GGUFFile
-from kvferry.runtime.model.gguf_model import eos_token_ids, token_id
+from kvferry.runtime.model.gguf_reader import eos_token_ids, token_id
 from kvferry.runtime.model.safetensors_file import read_json
 from kvferry.runtime.text.chat import ChatTemplate
 from kvferry.runtime.text.gguf_tokenizer import adds_bos, build_tokenizer

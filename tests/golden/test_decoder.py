@@ -49,6 +49,13 @@ def test_tokens(name: str, chunk: int, stagger: int) -> None:
     assert generate(Sequences(name), chunk, stagger) == expected_tokens(name)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "phi3-longrope-short", "dynamic-rope", "gemma2", "gemma3"])
+def test_tokens_by_torch_alone(name: str) -> None:
+    """What the kernels do in one call is spelled out in torch: a norm, an angle or a window forgotten there."""
+    with torch_alone():
+        assert generate(Sequences(name), 5, 3) == expected_tokens(name)
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -67,6 +74,8 @@ def test_tokens(name: str, chunk: int, stagger: int) -> None:
         ("phi3", 2),
         ("phi3-longrope-short", 2),
         ("odd-vocabulary", 4),
+        ("gemma2", 2),
+        ("gemma3", 2),
     ],
 )
 def test_tokens_in_parallel(name: str, size: int) -> None:
@@ -102,9 +111,10 @@ def test_each_layer_has_its_own_window_and_scale(without: Callable[[], AbstractC
     torch.testing.assert_close(torch.cat(got), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_one_step_share_blocks() -> None:
+@pytest.mark.parametrize("name", ["gqa-tied", "deepseek-v3"])
+def test_rows_of_one_step_share_blocks(name: str) -> None:
     """A prefix computed by one row must be readable by the others of the same step."""
-    name, prefix = "gqa-tied", prompts()[-1][:16]
+    prefix = prompts()[-1][:16]
     sequences = Sequences(name)
     tails = [[7], [9, 11, 13], [15] * 6]
     shared = sequences.blocks(len(prefix))

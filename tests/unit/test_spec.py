@@ -9,7 +9,7 @@ import pytest
 from kvferry.runtime.errors import CorruptModel, InvalidArgument, UnsupportedModel
 from kvferry.runtime.model.families import from_hf_config
 from kvferry.runtime.model.parts import num_parameters
-from kvferry.runtime.model.spec import ModelSpec, RopeScaling
+from kvferry.runtime.model.spec import ModelSpec, RopeScaling, RopeSpec
 
 pytestmark = pytest.mark.core
 LLAMA: dict[str, Any] = {
@@ -94,6 +94,33 @@ def test_names_of_earlier_phi3_files() -> None:
         assert (phi.kv_shape.rope.scaling.kind, phi.kv_shape.rope.scaling.factor) == ("longrope", 4.0)
 
 
+def test_gemma3_configs_of_every_age() -> None:
+    """transformers 4 said rope and local layers otherwise, and the multimodal folder holds it all one level below."""
+    names = ("architectures", "rope_theta", "max_position_embeddings", "hidden_act")
+    bare = {k: v for k, v in LLAMA.items() if k not in names} | {"head_dim": 16, "num_hidden_layers": 7}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = bare | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaling, "sliding_window": 512}
+    read = from_hf_config(old | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3})
+    layers = [layer.attention for layer in read.layers]
+    assert [layer.window for layer in layers] == [512, 512, None, 512, 512, None, 512]
+    assert [layer.rope for layer in layers[:3]] == [
+        *[RopeSpec(theta=1e4)] * 2,
+        RopeSpec(theta=1e6, scaling=RopeScaling(kind="linear", factor=8.0)),
+    ]
+    assert (read.embedding_scale, read.norm.offset, read.tied_embeddings, read.max_context) == (8.0, 1.0, True, 131072)
+    kinds = ["full_attention" if layer.window is None else "sliding_attention" for layer in layers]
+    new = bare | {"sliding_window": 512, "layer_types": kinds}
+    new["rope_parameters"] = {
+        "full_attention": {"rope_theta": 1e6, **scaling},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    assert from_hf_config(new | {"architectures": ["Gemma3ForCausalLM"]}) == read
+    above = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "vision_config": {}}
+    inner = {k: v for k, v in new.items() if k not in ("eos_token_id", "torch_dtype")}
+    multimodal = from_hf_config(above | {"text_config": inner, "torch_dtype": "bfloat16"})
+    assert (multimodal.layers, multimodal.eos_token_ids, multimodal.dtype) == (read.layers, [1, 106], "bfloat16")
+
+
 def test_eos_of_generation_config_wins() -> None:
     """Chat models list their end of turn only there; without it answers never end."""
     assert from_hf_config(LLAMA, {"eos_token_id": [5, 2]}).eos_token_ids == [5, 2]
@@ -106,7 +133,7 @@ def test_eos_of_generation_config_wins() -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            r"architectures=\['MambaForCausalLM'\].*supported are GPT2LMHeadModel.*LlamaForCausalLM",
+            r"architectures=\['MambaForCausalLM'\].*supported are DeepseekV2ForCausalLM.*LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures=None"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window=128.*256"),
@@ -116,9 +143,10 @@ def test_eos_of_generation_config_wins() -> None:
         ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "rope type 'axial'.*yarn, longrope"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope that differs between layers"),
         ({"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
-        ({"architectures": ["GPT2LMHeadModel"], "scale_attn_weights": False}, "scale_attn_weights=False"),
         ({"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True}, "add_cross_attention=True"),
-        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 128}, "sliding_window=128"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention"]}, r"layer_types=.*supported are 2"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"torch_dtype": "float64"}, "dtype='float64'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

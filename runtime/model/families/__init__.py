@@ -6,21 +6,35 @@ and one row there. Not here: arithmetic (`decoder.py`, `layers.py`), GGUF's own 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvferry.runtime.errors import UnsupportedModel
-from kvferry.runtime.model.families import deepseek, gpt2, llama, mistral, mixtral, phi, qwen, qwen3_moe
+from kvferry.runtime.model.families import (
+    deepseek,
+    gemma,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    phi,
+    qwen,
+    qwen3_moe,
+)
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
 from kvferry.runtime.model.families.rope import reach
 from kvferry.runtime.model.parts import Source
 from kvferry.runtime.model.spec import ModelSpec, checked
 
+T = TypeVar("T")
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
+    "Gemma2ForCausalLM": gemma.GEMMA2,
+    "Gemma3ForCausalLM": gemma.GEMMA3,
+    "Gemma3ForConditionalGeneration": gemma.GEMMA3_MULTIMODAL,
     "GPT2LMHeadModel": gpt2.GPT2,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
@@ -49,9 +63,17 @@ def from_hf_config(config: dict[str, Any], generation: dict[str, Any] | None = N
     return msgspec.structs.replace(spec, max_context=reach(spec))
 
 
-def file_prefix(spec: ModelSpec) -> str:
-    """What files of the bare decoder, without its head, leave out of tensors' names."""
-    return _BY_NAME[spec.architecture].prefix
+def renamed(spec: ModelSpec, tensors: dict[str, T]) -> dict[str, T]:
+    """A folder's tensors by the names that `hf_source` uses."""
+    renames = _BY_NAME[spec.architecture].renames
+    return {_rename(name, renames): tensor for name, tensor in tensors.items()}
+
+
+def _rename(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    for old, new in renames:
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name
 
 
 def hf_source(spec: ModelSpec, part: str) -> Source:

@@ -51,7 +51,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Refuses by name, with `UnsupportedModel`, whatever of a config it does not understand."""
     source: Callable[[ModelSpec, str], Source] = usual_source
     """Where a part (`parts.py`) lies in the files."""
-    prefix: str = "model."
-    """Before the names of all tensors but the head's; files of the bare decoder leave it out."""
+    renames: tuple[tuple[str, str], ...] = (("model.", "model."), ("lm_head.", "lm_head."), ("", "model."))
+    """From how tensors' names begin in files (the first that fits) to how `source` has it.
+
+    Files of the bare decoder, saved without its head, leave a beginning out.
+    """
     defaults: dict[str, Any] = {}
     """What transformers assumes where a config.json of the family is silent."""

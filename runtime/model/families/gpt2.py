@@ -22,36 +22,20 @@ _LAYER = {
 
 def _read(config: Config) -> ModelSpec:
     config.refuse_common()
-    for key, supported in (
-        ("add_cross_attention", False),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("scale_attn_weights", True),
-    ):
-        if config.flag(key, supported) != supported:
-            config.refuse(key, f"supported is {str(supported).lower()}")
-    hidden_size, num_heads = config.positive("n_embd"), config.positive("n_head")
-    layer = LayerSpec(
-        attention=AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=hidden_size // num_heads,
-            rope=None,
-            qkv_bias=True,
-            output_bias=True,
-        ),
-        mlp=MLPSpec(
-            inner_size=config.positive("n_inner", 4 * hidden_size),
-            activation=config.activation("activation_function", "gelu_new"),
-            gated=False,
-            bias=True,
-        ),
+    if config.flag("add_cross_attention"):
+        config.refuse("add_cross_attention", "supported is false")
+    hidden_size, num_positions = config.positive("n_embd"), config.positive("n_positions")
+    mlp = MLPSpec(
+        inner_size=config.positive("n_inner", 4 * hidden_size),
+        activation=config.activation("activation_function", "gelu_new"),
+        gated=False,
+        bias=True,
     )
-    num_positions = config.positive("n_positions")
     return ModelSpec(
         architecture=config.architecture,
         vocab_size=config.positive("vocab_size"),
         hidden_size=hidden_size,
-        layers=(layer,) * config.positive("n_layer"),
+        layers=tuple(LayerSpec(attention=_attention(config, i), mlp=mlp) for i in range(config.positive("n_layer"))),
         norm=NormSpec(eps=config.number("layer_norm_epsilon", 1e-5), kind="layer"),
         tied_embeddings=config.flag("tie_word_embeddings", True),
         max_context=num_positions,
@@ -59,6 +43,21 @@ def _read(config: Config) -> ModelSpec:
         bos_token_id=config.get("bos_token_id"),
         dtype=config.dtype(),
         num_positions=num_positions,
+    )
+
+
+def _attention(config: Config, number: int) -> AttentionSpec:
+    num_heads = config.positive("n_head")
+    head_dim = config.positive("n_embd") // num_heads
+    scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        rope=None,
+        qkv_bias=True,
+        output_bias=True,
+        scale=scale / (number + 1) if config.flag("scale_attn_by_inverse_layer_idx") else scale,
     )
 
 
@@ -78,6 +77,6 @@ GPT2 = Family(
     name="gpt2",
     read=_read,
     source=_source,
-    prefix="transformer.",
+    renames=(("transformer.", "transformer."), ("lm_head.", "lm_head."), ("", "transformer.")),
     defaults={"n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256},
 )

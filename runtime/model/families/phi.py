@@ -12,9 +12,6 @@ from kvferry.runtime.model.spec import AttentionSpec, ModelSpec
 def _read(config: Config) -> ModelSpec:
     config.refuse_common()
     config.refuse_windows()
-    limit = config.positive("max_position_embeddings")
-    if config.get("sliding_window") is not None and config.positive("sliding_window") < limit:
-        config.refuse("sliding_window", f"supported is null, or at least max_position_embeddings={limit}")
     num_heads = config.positive("num_attention_heads")
     head_dim = config.positive("head_dim", config.positive("hidden_size") // num_heads)
     attention = AttentionSpec(
@@ -22,6 +19,7 @@ def _read(config: Config) -> ModelSpec:
         num_kv_heads=config.positive("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rope=config.rope(head_dim, partial=True),
+        window=None if config.get("sliding_window") is None else config.positive("sliding_window"),
     )
     return uniform(config, attention, llama_mlp(config))
 
