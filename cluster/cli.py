@@ -14,6 +14,7 @@ import kvferry
 from kvferry.cluster.cli_calls import Chat, Generate, Status
 from kvferry.cluster.cli_chaos import ChaosCommand
 from kvferry.cluster.cli_operations import Drain, Restart, Role, Scale
+from kvferry.cluster.cli_plan import Plan
 from kvferry.cluster.cli_serve import Serve
 from kvferry.cluster.cli_sim import Sim
 from kvferry.runtime.errors import CallerError, KvferryError
@@ -47,10 +48,11 @@ Command = (
     | Annotated[Scale, tyro.conf.subcommand("scale")]
     | Annotated[Role, tyro.conf.subcommand("role")]
     | Annotated[Restart, tyro.conf.subcommand("restart")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Sim, tyro.conf.subcommand("sim")]
     | Annotated[Version, tyro.conf.subcommand("version")]
 )
-Parsed = Serve | Generate | Chat | Status | ChaosCommand | Drain | Scale | Role | Restart | Sim | Version
+Parsed = Serve | Generate | Chat | Status | ChaosCommand | Drain | Scale | Role | Restart | Plan | Sim | Version
 
 
 def parse(arguments: Sequence[str] | None = None) -> Parsed:

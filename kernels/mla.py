@@ -65,10 +65,11 @@ class LatentHeads:
     def expanded(self, q_QHD: torch.Tensor, latents_SW: torch.Tensor, start: int) -> torch.Tensor:
         """As `prefill`."""
         num_heads, width, rank = self.up.shape
-        both = F.linear(latents_SW[:, :rank], self.up.view(-1, rank)).view(-1, num_heads, width)
-        rotated = latents_SW[:, None, rank:].expand(-1, num_heads, -1)
-        key = torch.cat((both[..., : self.key_dim], rotated), dim=-1).transpose(0, 1)
-        return causal_attention(q_QHD, key, both[..., self.key_dim :].transpose(0, 1), start, self.scoring)
+        both = F.linear(latents_SW[:, :rank], self.up.view(-1, rank)).view(-1, num_heads, width).transpose(0, 1)
+        rotated = latents_SW[None, :, rank:].expand(num_heads, -1, -1)
+        key = torch.cat((both[..., : self.key_dim], rotated), dim=-1)
+        value = both[..., self.key_dim :].contiguous()  # on a CPU, products with strided ones take four times as long
+        return causal_attention(q_QHD, key, value, start, self.scoring)
 
     @property
     def _rank(self) -> int:

@@ -55,7 +55,7 @@ def resolve_model(model: str) -> ModelFiles:
             raise UnsupportedModel(f"model={model!r}: a model file must end in .gguf")
         return ModelFiles(str(path.absolute()), "gguf", path.stem)
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
-        return _from_hub(model)
+        return _from_hub(model, HUB_PATTERNS)
     raise NotFound(f"model={model!r}: no such folder or .gguf file; hub ids look like org/name")
 
 
@@ -72,12 +72,12 @@ def _single(found: list[Path], where: str) -> ModelFiles:
     return ModelFiles(str(found[0].absolute()), "gguf", found[0].stem)
 
 
-def _from_hub(model: str) -> ModelFiles:
+def _from_hub(model: str, patterns: list[str]) -> ModelFiles:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        folder = snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=["*/*"])
+        folder = snapshot_download(model, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotFound(
@@ -99,8 +99,7 @@ def load_spec(files: ModelFiles) -> ModelSpec:
             return spec
     folder = Path(files.path)
     config = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    spec = from_hf_config(config, read_json(generation) if generation.is_file() else None)
+    spec = _configured(folder / "config.json")
     tensors = renamed(spec, read_folder(folder))
     experts = sum(layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec))
     if spec.num_layers + experts > len(tensors):  # before a list of all their tensors is made
@@ -120,6 +119,26 @@ def load_spec(files: ModelFiles) -> ModelSpec:
             spec, dtype=FLOAT_DTYPES[tensors[hf_source(spec, "embedding.weight").name].dtype]
         )
     return spec
+
+
+def describe(model: str) -> ModelSpec:
+    """What `load_spec` says; where weights are missing beside a `config.json`, what that says.
+
+    `model`: as for `resolve_model`, or a path to a `config.json`. Of a hub id only the configuration is downloaded.
+    """
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        return _configured(path)
+    if not path.exists() and _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
+        return _configured(Path(_from_hub(model, ["*.json"]).path) / "config.json")
+    files = resolve_model(model)
+    alone = files.kind == "hf" and not any(Path(files.path).glob("*.safetensors"))
+    return _configured(Path(files.path) / "config.json") if alone else load_spec(files)
+
+
+def _configured(config: Path) -> ModelSpec:
+    generation = config.with_name("generation_config.json")
+    return from_hf_config(read_json(config), read_json(generation) if generation.is_file() else None)
 
 
 def _check_tensors(shapes: dict[str, Shape], tensors: dict[str, StoredTensor], files: ModelFiles) -> None:

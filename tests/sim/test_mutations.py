@@ -22,7 +22,7 @@ from kvferry.runtime.scheduler import Scheduler
 from kvferry.runtime.transfer.inbound import Inbound
 from kvferry.runtime.transfer.outbound import Outbound
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.sim]
 MAX_SEEDS = 2000
 Patch = Callable[[Any, str, Any], None]
 

@@ -13,7 +13,7 @@ from kvferry.cluster.sim.runner import simulate_many
 from tests.support import cluster_groups as groups
 from tests.support import cluster_world as world
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.sim]
 PER_TEST = 30
 
 

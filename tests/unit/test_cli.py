@@ -53,6 +53,10 @@ OPTIONS = {
     "scale": {"prefill", "decode", "mixed"} | SERVER,
     "role": DOOR,
     "restart": {"rolling"} | SERVER,
+    "plan": {
+        *("device-memory", "device", "tp", "context", "link", "dtype", "block-size", "kv-memory"),
+        *("max-batch-tokens", "max-sequences", "json"),
+    },
     "sim": {"seed", "seeds", "minutes", "shrink", "trace"},
     "version": set(),
 }

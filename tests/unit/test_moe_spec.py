@@ -10,96 +10,9 @@ from kvferry.runtime.errors import CorruptModel, InvalidArgument, UnsupportedMod
 from kvferry.runtime.model.families import from_hf_config, hf_source
 from kvferry.runtime.model.parts import part_shapes
 from kvferry.runtime.model.spec import LatentSpec, MLPSpec, MoESpec
+from tests.support.published import DEEPSEEK_V2, DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
 
 pytestmark = pytest.mark.core
-# As published (deepseek-ai/DeepSeek-V3 without its fp8, Mixtral-8x7B-v0.1, Qwen3-30B-A3B), without what nobody reads.
-DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK_V3.items() if key not in ("scoring_func", "norm_topk_prob")} | {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "topk_method": "group_limited_greedy",
-    "topk_group": 3,
-}
-QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-MIXTRAL: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 32000,
-}
 
 
 def test_one_latent_per_token_is_cached() -> None:

@@ -1,0 +1,190 @@
+"""Where the memory of one rank goes, from a model's description alone. Knows no torch.
+
+    device memory = weights + activations of one step + KV blocks + what is left (less than a block)
+
+How many bytes a token's KV takes is `KVLayout`'s business; how big the weights are follows from `parts.py` and from how
+`decoder.py` cuts them. Not counted: what the process itself takes (interpreter, libraries, allocator, communication).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from kvferry.runtime.config import check_range
+from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.layout import DTYPE_BYTES, KVLayout
+from kvferry.runtime.model.parts import Shape, part_shapes
+from kvferry.runtime.model.spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec
+
+Device = Literal["gpu", "cpu"]
+_CUT_ROWS = ("head", "attention.q", "attention.q_up", "attention.kv_up", "mlp.gate", "mlp.up")
+_CUT_COLUMNS = ("attention.o", "mlp.down")
+_KV_ROWS = ("attention.k", "attention.v")
+"""Experts are cut like the MLP that they are."""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan is asked for."""
+
+    device_memory_bytes: int
+    """Of one rank, for all that is counted here."""
+    context: int
+    """Tokens of every sequence, prompt and answer together."""
+    link_bytes_per_s: float
+    """Between two groups, all ranks together."""
+    device: Device = "gpu"
+    kv_memory_bytes: int | None = None
+    """Of one rank; `None`: all that weights and activations leave."""
+    max_batch_tokens: int = 256
+    max_sequences: int = 64
+
+    def __post_init__(self) -> None:
+        check_range("device_memory", self.device_memory_bytes, 1, 1 << 50)
+        check_range("context", self.context, 1, 1 << 30)
+        check_range("link", self.link_bytes_per_s, 1.0, 1e15)
+        check_range("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
+        check_range("max_sequences", self.max_sequences, 1, 1 << 16)
+        if self.kv_memory_bytes is not None:
+            check_range("kv_memory", self.kv_memory_bytes, 1, 1 << 50)
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes are of one rank unless their name says otherwise; the first rank, which has the most."""
+
+    tp_size: int
+    dtype: str
+    kv_format: str
+    block_size: int
+    context: int
+    bytes_per_token: int
+    all_ranks_bytes_per_token: int
+    ferried_bytes_per_token: int
+    """What a transfer carries: KV heads that several ranks hold travel once."""
+    sequence_bytes: int
+    """KV of one sequence of `context` tokens, in whole blocks."""
+    device_memory_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+    left_bytes: int
+    block_bytes: int
+    num_blocks: int
+    num_sequences: int
+    """Of `context` tokens at the same time, if they share nothing."""
+    transfer_s: float
+    """For a prompt of `context` tokens to reach another group."""
+
+
+def plan_memory(spec: ModelSpec, layout: KVLayout, dtype: str, workload: Workload) -> MemoryPlan:
+    """`layout`: of the group's KV; `dtype`: of the weights. Raises `InvalidArgument` when not even a block fits."""
+    spec.check_tensor_parallel(layout.tp_size)
+    if workload.context > spec.max_context:
+        raise InvalidArgument("context", workload.context, f"the model was trained for {spec.max_context} tokens")
+    total = workload.device_memory_bytes
+    weights = weight_bytes(spec, dtype, layout, workload.device)
+    activations = activation_bytes(spec, dtype, layout, workload)
+    free = total - weights - activations
+    wanted = free if workload.kv_memory_bytes is None else workload.kv_memory_bytes
+    num_blocks = wanted // layout.block_bytes
+    if num_blocks < 1 or wanted > free:
+        needed = weights + activations + max(layout.block_bytes, workload.kv_memory_bytes or 0)
+        raise InvalidArgument(
+            "device_memory",
+            total,
+            f"of each rank, weights take {weights} bytes, activations {activations} and a block {layout.block_bytes}",
+            f"give at least {needed}, a larger tensor parallel size, or a smaller batch or KV memory",
+        )
+    blocks_per_sequence = -(-workload.context // layout.block_size)
+    whole = msgspec.structs.replace(layout, tp_size=1)
+    return MemoryPlan(
+        tp_size=layout.tp_size,
+        dtype=dtype,
+        kv_format=layout.dtype,
+        block_size=layout.block_size,
+        context=workload.context,
+        bytes_per_token=layout.bytes_per_token,
+        all_ranks_bytes_per_token=layout.bytes_per_token * layout.tp_size,
+        ferried_bytes_per_token=whole.bytes_per_token,
+        sequence_bytes=blocks_per_sequence * layout.block_bytes,
+        device_memory_bytes=total,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        kv_bytes=num_blocks * layout.block_bytes,
+        left_bytes=free - num_blocks * layout.block_bytes,
+        block_bytes=layout.block_bytes,
+        num_blocks=num_blocks,
+        num_sequences=num_blocks // blocks_per_sequence,
+        transfer_s=blocks_per_sequence * whole.block_bytes / workload.link_bytes_per_s,
+    )
+
+
+def rank_shapes(spec: ModelSpec, layout: KVLayout) -> Iterator[tuple[str, Shape]]:
+    """Each part as rank 0 holds it. The embedding and the norms are whole on every rank."""
+    tp_size = layout.tp_size
+    for part, (rows, *rest) in part_shapes(spec).items():
+        stem = _stem(part)
+        if stem in _CUT_ROWS:
+            rows //= tp_size
+        elif stem in _KV_ROWS:
+            rows = rows * layout.rank_heads // layout.num_kv_heads
+        elif stem in _CUT_COLUMNS and rest:
+            rest = [rest[0] // tp_size]
+        yield part, (rows, *rest)
+
+
+def _stem(part: str) -> str:
+    """`layers.3.attention.q.weight` is `attention.q`; `layers.3.mlp.experts.7.up.weight` is `mlp.up`."""
+    stem = part.rpartition(".")[0]
+    if not stem.startswith("layers."):
+        return stem
+    _, _, half, *names = stem.split(".")
+    return ".".join((half, *names[-1:]))
+
+
+def weight_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, device: Device) -> int:
+    """Of rank 0. On a CPU a tied head is a copy in bfloat16: oneDNN wants its weights in an order of its own."""
+    total = sum(math.prod(shape) for _, shape in rank_shapes(spec, layout))
+    if spec.tied_embeddings and device == "cpu" and dtype == "bfloat16":
+        total += spec.vocab_size // layout.tp_size * spec.hidden_size
+    return total * DTYPE_BYTES[dtype]
+
+
+def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Workload) -> int:
+    """A bound: of every token the residual, its norm and all that the widest half of a layer makes of them; of every
+    row that draws a token its logits, as the head gives them and twice in float32 (what is reported, what is drawn).
+    Of a mixture, as many experts as a token has, with a copy of it for each; of latent attention, a whole context's
+    keys and values, made for one row at a time.
+    """
+    tp_size, size = layout.tp_size, DTYPE_BYTES[dtype]
+    outputs: dict[tuple[str, str], int] = {}
+    inputs: dict[tuple[str, str], int] = {}
+    for part, shape in rank_shapes(spec, layout):
+        _, *path = part.split(".")
+        if len(shape) == 2 and len(path) > 2 and not _is_idle(spec, path):
+            half = path[0], path[1]
+            if path[2] == "experts" and path[-2] == "gate":
+                outputs[half] = outputs.get(half, 0) + shape[1]
+            outputs[half] = outputs.get(half, 0) + shape[0]
+            inputs[half] = max(inputs.get(half, 0), shape[1])
+    width = 2 * spec.hidden_size + max(outputs[half] + inputs[half] for half in outputs)
+    own, whole = spec.vocab_size // tp_size, spec.vocab_size if tp_size > 1 else 0
+    rows = min(workload.max_batch_tokens, workload.max_sequences)
+    expanded = max(_expanded(layer.attention) for layer in spec.layers) // tp_size * workload.context * size
+    return expanded + workload.max_batch_tokens * width * size + rows * ((own + whole) * size + 2 * spec.vocab_size * 4)
+
+
+def _is_idle(spec: ModelSpec, path: list[str]) -> bool:
+    """Whether the part is an expert's beyond those that one token has."""
+    mlp = spec.layers[int(path[0])].mlp
+    return isinstance(mlp, MoESpec) and path[2] == "experts" and int(path[3]) >= mlp.num_active
+
+
+def _expanded(attention: AttentionSpec | LatentSpec) -> int:
+    """Keys and values of all heads for one position, computed from its latent: as they come, and in the order of heads."""
+    if isinstance(attention, AttentionSpec):
+        return 0
+    return attention.num_heads * (2 * attention.key_dim + attention.rope_dim + 2 * attention.value_dim)
