@@ -184,7 +184,7 @@ def _is_idle(spec: ModelSpec, path: list[str]) -> bool:
 
 
 def _expanded(attention: AttentionSpec | LatentSpec) -> int:
-    """Keys and values of all heads for one position, computed from its latent: as they come, and in the order of heads."""
+    """Keys and values of all heads for one position, computed from its latent: as they come, and by head."""
     if isinstance(attention, AttentionSpec):
         return 0
     return attention.num_heads * (2 * attention.key_dim + attention.rope_dim + 2 * attention.value_dim)
