@@ -106,13 +106,14 @@ def causal_attention(
     """One prefill row: queries at positions `start, start + 1, …` over what they see. `[Q, H, D]`.
 
     k_NSD, v_NSD: positions `first_key, first_key + 1, …`, of which the first query's window may not begin earlier; what
-    lies behind the last query is not read; any strides.
+    lies behind the last query is not read; any strides. The result is as long as values are.
     """
     num_queries, num_heads, head_dim = q_QHD.shape
     num_kv_heads = k_NSD.shape[0]
     group = num_heads // num_kv_heads
     q = q_QHD.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    out = torch.empty((num_queries, num_kv_heads, group, head_dim), dtype=q.dtype, device=q.device)
+    width = v_NSD.shape[-1]
+    out = torch.empty((num_queries, num_kv_heads, group, width), dtype=q.dtype, device=q.device)
     size = min(_CHUNK, num_queries)
     ahead = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
     ignored = q.new_zeros(1)
@@ -131,8 +132,8 @@ def causal_attention(
             behind = torch.arange(count, device=q.device)[:, None] + (position - scoring.window)
             by_query.masked_fill_(torch.arange(low, keys.stop, device=q.device) <= behind, float("-inf"))
         part = torch.bmm(torch.softmax(scores, dim=-1), v_NSD[:, keys])
-        out[first:stop] = part.view(num_kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
-    return out.view(num_queries, num_heads, head_dim)
+        out[first:stop] = part.view(num_kv_heads, group, count, width).permute(2, 0, 1, 3)
+    return out.view(num_queries, num_heads, width)
 
 
 def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:

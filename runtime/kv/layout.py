@@ -1,12 +1,12 @@
 """Where a token's keys and values lie: one contiguous span per block.
 
-A rank's storage is one tensor `[num_blocks, num_layers, 2, rank_heads, block_size, slot]` (block-major), so that a
-block is one copy and one message. A slot is the key or the value of one head of one token: `head_dim` numbers, or in a
-quantised format its bytes, scales included. A rank holds a consecutive range of the model's KV heads; with more ranks
-than KV heads, neighbouring ranks hold the same head.
+A rank's storage is one tensor `[num_blocks, num_layers, planes, rank_heads, block_size, slot]` (block-major), so that a
+block is one copy and one message. Two planes are keys and values; one is what both come from (`kernels/mla.py`). A slot
+is what a plane holds of one head of one token: `head_dim` numbers, or in a quantised format its bytes, scales included.
+A rank holds a consecutive range of the model's KV heads; with more ranks than KV heads, neighbouring ranks hold the
+same head.
 
-    bytes per token of one rank = 2 · layers · rank heads · slot bytes
-    slot bytes = head_dim · bits / 8 + runs · bytes of a run's scale
+    bytes per token of one rank = planes · layers · rank heads · slot bytes
 """
 
 from __future__ import annotations
@@ -55,10 +55,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """One of `FORMATS`."""
     tp_size: int = 1
+    planes: int = 2
 
     def __post_init__(self) -> None:
         if self.dtype not in FORMATS:
             raise InvalidArgument("kv_dtype", self.dtype, f"must be one of {sorted(FORMATS)}")
+        if self.planes == 1 and self.format.element == "uint8":
+            raise InvalidArgument(
+                "kv_dtype", self.dtype, "does not go with latent attention", "use auto, float32, bfloat16 or float16"
+            )
         small, large = sorted((self.num_kv_heads, self.tp_size))
         if large % small:
             raise InvalidArgument(
@@ -81,9 +86,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """`[num_layers, 2, rank_heads, block_size, slot]`, in elements of `format.element`."""
+        """`[num_layers, planes, rank_heads, block_size, slot]`, in elements of `format.element`."""
         slot = self.slot_bytes if self.format.element == "uint8" else self.head_dim
-        return self.num_layers, 2, self.rank_heads, self.block_size, slot
+        return self.num_layers, self.planes, self.rank_heads, self.block_size, slot
 
     @property
     def format(self) -> KVFormat:
@@ -96,8 +101,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one rank: 2 · layers · rank heads · slot bytes."""
-        return 2 * self.num_layers * self.rank_heads * self.slot_bytes
+        """Of one rank: planes · layers · rank heads · slot bytes."""
+        return self.planes * self.num_layers * self.rank_heads * self.slot_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -111,6 +116,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             "num_layers": str(self.num_layers),
             "num_kv_heads": str(self.num_kv_heads),
             "head_dim": str(self.head_dim),
+            "planes": str(self.planes),
             "block_size": str(self.block_size),
             "kv_dtype": self.dtype,
         }

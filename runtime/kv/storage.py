@@ -1,6 +1,6 @@
 """The memory behind a rank's block pool. One tensor, block-major; see `layout.py`.
 
-    blocks  [num_blocks, num_layers, 2, rank_heads, block_size, slot]
+    blocks  [num_blocks, num_layers, planes, rank_heads, block_size, slot]
             └── one contiguous span per block: what a transfer sends
 
 A layer is seen as flat rows of the whole tensor, starting at that layer of block 0: then one set of indices serves all
@@ -40,8 +40,8 @@ class KVStorage:
         slot, element = layout.block_shape[-1], getattr(torch, layout.format.element)
         self.format = SlotFormat(layout.dtype, dtype or getattr(torch, layout.dtype), layout.head_dim, slot)
         self.blocks = torch.empty((num_blocks, *layout.block_shape), dtype=element, device=device)
-        self._heads = 2 * layout.rank_heads
-        """Keys and values count as heads 0 … 2·rank_heads-1 of a layer."""
+        self._heads = layout.planes * layout.rank_heads
+        """Keys and values count as heads 0 … 2·rank_heads-1 of a layer, latents as its only one."""
         slots = self.blocks.view(-1, slot)
         spans = self.blocks.view(-1, layout.block_size * slot)
         self.slots = [slots[layer * self._heads * layout.block_size :] for layer in range(layout.num_layers)]
@@ -56,7 +56,7 @@ class KVStorage:
         self.blocks.fill_(float("nan") if self.blocks.is_floating_point() else 255)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of keys and values, as stored, each `[num_blocks, rank_heads, block_size, slot]`."""
+        """Views of the two planes, keys and values, as stored, each `[num_blocks, rank_heads, block_size, slot]`."""
         return self.blocks[:, layer, 0], self.blocks[:, layer, 1]
 
     def block_bytes(self, block_id: BlockId) -> torch.Tensor:
@@ -64,13 +64,13 @@ class KVStorage:
         return self.blocks[block_id].view(-1).view(torch.uint8)
 
     def span_index(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of `spans` for block ids `[...]`: `[..., 2·rank_heads]`, keys first."""
+        """Rows of `spans` for block ids `[...]`: `[..., planes·rank_heads]`, keys first."""
         first = block_ids.astype(np.int64) * (self.layout.num_layers * self._heads)
         index: npt.NDArray[np.int64] = first[..., None] + np.arange(self._heads)
         return index
 
     def slot_index(self, block_ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of `slots` for tokens at `offsets` `[...]` within blocks `[...]`: `[..., 2·rank_heads]`, keys first."""
+        """Rows of `slots` for tokens at `offsets` `[...]` within blocks `[...]`, keys first."""
         return self.span_index(block_ids) * self.layout.block_size + offsets[..., None]
 
 

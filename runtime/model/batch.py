@@ -125,7 +125,7 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
 
     write_index = storage.slot_index(blocks, positions % block_size)
     lib = kernels_for(storage.blocks.new_empty(0, dtype=storage.format.dtype), storage.layout.head_dim)
-    if storage.format.name not in FORMATS:
+    if storage.format.name not in FORMATS or storage.layout.planes != 2:  # latents are torch's
         lib = None
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
@@ -223,7 +223,7 @@ class Gathers:
         slot = np.arange(len(longest) * layout.block_size)
         behind = slot >= contexts
         row, unfilled = np.nonzero(behind & (slot < -(-contexts // layout.block_size) * layout.block_size))
-        keys_values, head = np.arange(2)[:, None, None], np.arange(heads)[:, None]
+        keys_values, head = np.arange(layout.planes)[:, None, None], np.arange(heads)[:, None]
         unfilled = ((keys_values * num_rows + row) * heads + head) * len(slot) + unfilled
         mask = torch.zeros((num_rows * heads, 1, len(slot)), dtype=self._storage.format.dtype)
         hidden = behind | (slot < np.array(first_seen)[:, None] - skips)
@@ -239,8 +239,8 @@ class Gathers:
 
     def _context(self, block_ids: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Spans of the blocks `[R, S/B]`, and the memory to gather them into."""
-        heads = self._storage.layout.rank_heads
-        spans = self._storage.span_index(block_ids).reshape(*block_ids.shape, 2, heads).transpose(2, 0, 3, 1)
+        planes, heads = self._storage.layout.planes, self._storage.layout.rank_heads
+        spans = self._storage.span_index(block_ids).reshape(*block_ids.shape, planes, heads).transpose(2, 0, 3, 1)
         if spans.size > len(self._memory):
             self._memory = self._memory.new_empty((spans.size, self._memory.shape[1]))
         index = torch.from_numpy(np.ascontiguousarray(spans).reshape(-1)).to(self._memory.device)

@@ -16,14 +16,18 @@ import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.linear import Linear, PackedLinear, make_linear
+from kvferry.kernels.mla import LatentHeads
+from kvferry.kernels.moe import GroupedLinear
 from kvferry.kernels.packing import Quantization
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, LayerNorm, Norm, RMSNorm
 from kvferry.runtime.model.loader import Weights
+from kvferry.runtime.model.mla import LATENT_EPS, LatentAttention
+from kvferry.runtime.model.moe import MoE, make_routing
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.rotation import Rotation, make_rotation, rotated_order
-from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, RopeSpec
+from kvferry.runtime.model.spec import AttentionSpec, LatentSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec, RopeSpec
 
 _log = structlog.get_logger(__name__)
 
@@ -157,13 +161,18 @@ class _Builder:
     def layer(self, part: str, layer: LayerSpec) -> DecoderLayer:
         return DecoderLayer(
             attention_norm=self.norm(f"{part}.attention_norm"),
-            attention=self._attention(f"{part}.attention", layer.attention),
+            attention=self._any_attention(f"{part}.attention", layer.attention),
             attention_post_norm=self.norm(f"{part}.attention_post_norm") if layer.post_norms else None,
             mlp_norm=self.norm(f"{part}.mlp_norm"),
-            mlp=self._mlp(f"{part}.mlp", layer.mlp),
+            mlp=self._mlp(f"{part}.mlp", layer.mlp)
+            if isinstance(layer.mlp, MLPSpec)
+            else self._moe(f"{part}.mlp", layer.mlp),
             mlp_post_norm=self.norm(f"{part}.mlp_post_norm") if layer.post_norms else None,
             parallel=self._parallel,
         )
+
+    def _any_attention(self, part: str, spec: AttentionSpec | LatentSpec) -> Attention | LatentAttention:
+        return self._attention(part, spec) if isinstance(spec, AttentionSpec) else self._latent(part, spec)
 
     def _attention(self, part: str, spec: AttentionSpec) -> Attention:
         q = self.cut(spec.num_heads * spec.head_dim)
@@ -178,7 +187,7 @@ class _Builder:
             num_heads=spec.num_heads // self._parallel.size,
             num_kv_heads=self._kv_heads[1] - self._kv_heads[0],
             head_dim=spec.head_dim,
-            rotation=self._rotation(spec),
+            rotation=self._rotation(spec.rope, spec.head_dim),
             scoring=Scoring(spec.head_dim**-0.5 if spec.scale is None else spec.scale, spec.softcap, spec.window),
         )
 
@@ -187,8 +196,25 @@ class _Builder:
         assert isinstance(norm, RMSNorm)  # `spec.checked`: the kernels know no other over heads
         return norm
 
-    def _rotation(self, spec: AttentionSpec) -> int:
-        kind = spec.rope, spec.head_dim
+    def _latent(self, part: str, spec: LatentSpec) -> LatentAttention:
+        width = spec.key_dim + spec.value_dim
+        q, kv, values = (self.cut(spec.num_heads * n) for n in (spec.key_dim + spec.rope_dim, width, spec.value_dim))
+        direct = spec.query_rank is None
+        first = (f"{part}.q", *q) if spec.query_rank is None else (f"{part}.q_down", 0, spec.query_rank)
+        up = self.get(f"{part}.kv_up.weight", 0, *kv)
+        return LatentAttention(
+            down=self._columns([first, (f"{part}.kv_down", 0, spec.head_dim)], False),
+            q_norm=None if direct else RMSNorm(self.get(f"{part}.q_down_norm.weight"), LATENT_EPS),
+            q_up=None if direct else self._columns([(f"{part}.q_up", *q)], False),
+            kv_norm=RMSNorm(self.get(f"{part}.kv_down_norm.weight"), LATENT_EPS),
+            heads=LatentHeads(up.view(-1, width, spec.latent_rank), spec.key_dim, Scoring(spec.scale)),
+            output=self._rows(f"{part}.o", *values, False),
+            num_heads=spec.num_heads // self._parallel.size,
+            rotation=self._rotation(spec.rope, spec.rope_dim),
+        )
+
+    def _rotation(self, rope: RopeSpec | None, dim: int) -> int:
+        kind = rope, dim
         if kind not in self.ropes:
             self.ropes.append(kind)
         return self.ropes.index(kind)
@@ -202,6 +228,24 @@ class _Builder:
             activation=spec.activation,
             gated=spec.gated,
         )
+
+    def _moe(self, part: str, spec: MoESpec) -> MoE:
+        """Every rank has a slice of each expert."""
+        expert = MLPSpec(inner_size=spec.inner_size, activation=spec.activation)
+        shared = MLPSpec(inner_size=spec.shared_size, activation=spec.activation)
+        experts = [self._mlp(f"{part}.experts.{i}", expert) for i in range(spec.num_experts)]
+        return MoE(
+            router=self._float32(f"{part}.router.weight"),
+            correction=self._float32(f"{part}.router.correction") if spec.correction else None,
+            routing=make_routing(spec),
+            gate_up=GroupedLinear([one.up for one in experts]),
+            down=GroupedLinear([one.down for one in experts]),
+            activation=spec.activation,
+            shared=self._mlp(f"{part}.shared", shared) if spec.shared_size else None,
+        )
+
+    def _float32(self, part: str) -> torch.Tensor:
+        return self._weights.get(part, torch.float32).to(self._device)
 
     def _columns(
         self, parts: Sequence[tuple[str, int, int]], bias: bool, orders: Sequence[list[int] | None] | None = None

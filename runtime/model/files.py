@@ -24,7 +24,7 @@ from kvferry.runtime.model.gguf_model import gguf_source, gguf_spec
 from kvferry.runtime.model.packages import find_in_package
 from kvferry.runtime.model.parts import Shape, file_shapes
 from kvferry.runtime.model.safetensors_file import read_folder, read_json
-from kvferry.runtime.model.spec import ModelSpec
+from kvferry.runtime.model.spec import ModelSpec, MoESpec
 from kvferry.runtime.model.stored import StoredTensor
 
 PACKAGE_PREFIX = "package:"
@@ -101,8 +101,12 @@ def load_spec(files: ModelFiles) -> ModelSpec:
     config = read_json(folder / "config.json")
     spec = _configured(folder / "config.json")
     tensors = renamed(spec, read_folder(folder))
-    if spec.num_layers > len(tensors):  # before a list of all their tensors is made
-        raise CorruptModel(f"{files.path}: the configuration says {spec.num_layers} layers, the weights have fewer")
+    experts = sum(layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec))
+    if spec.num_layers + experts > len(tensors):  # before a list of all their tensors is made
+        raise CorruptModel(
+            f"{files.path}: the configuration says {spec.num_layers} layers with {experts} experts, "
+            "the weights have fewer"
+        )
     shapes = file_shapes(spec, partial(hf_source, spec))
     _check_tensors(shapes, tensors, files)
     for name in shapes:

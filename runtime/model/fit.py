@@ -8,7 +8,7 @@ from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
 from kvferry.runtime.kv.layout import KVLayout
-from kvferry.runtime.model.spec import ModelSpec
+from kvferry.runtime.model.spec import AttentionSpec, MLPSpec, ModelSpec
 
 
 def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int) -> None:
@@ -32,6 +32,11 @@ def check_quantization(config: EngineConfig, spec: ModelSpec, device: str = "cpu
         return
     if device != "cpu":
         raise InvalidArgument("quantization", config.quantization, f"exists on CPUs, this is {device}", "use none")
+    plain = all(isinstance(layer.attention, AttentionSpec) and isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
+    if not plain:
+        raise InvalidArgument(
+            "quantization", config.quantization, "does not go with experts or latent attention", "use none"
+        )
     dtype = resolve_dtype(config, spec)
     if dtype == "float16":
         raise InvalidArgument(

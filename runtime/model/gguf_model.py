@@ -92,7 +92,7 @@ def gguf_source(spec: ModelSpec, part: str) -> Source:
     if architecture.fused and stem in ("attention.q", "attention.k", "attention.v"):
         q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         name, first_row = "attn_qkv", {"attention.q": 0, "attention.k": q, "attention.v": q + kv}[stem]
-    elif architecture.fused and layer.mlp.gated and stem in ("mlp.gate", "mlp.up"):
+    elif architecture.fused and architecture.gated and stem in ("mlp.gate", "mlp.up"):
         name, first_row = "ffn_up", 0 if stem == "mlp.gate" else layer.mlp.inner_size
     pairs = architecture.rotated_pairs and stem in ("attention.q", "attention.k")
     return Source(f"blk.{number}.{name}.{suffix}", first_row=first_row, pair_rows=attention.head_dim if pairs else 0)

@@ -5,7 +5,9 @@ Legend: T tokens of the batch, C hidden size, H query heads, N KV heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -107,6 +109,17 @@ class Attention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class AnyAttention(Protocol):
+    """`Attention`, or `LatentAttention` of `mla.py`."""
+
+    @property
+    def rotation(self) -> int: ...
+
+    def __call__(
+        self, x_TC: torch.Tensor, angles: torch.Tensor, batch: Batch, slots: torch.Tensor, spans: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class MLP:
     up: Linear
@@ -124,10 +137,11 @@ class MLP:
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     attention_norm: Norm
-    attention: Attention
+    attention: AnyAttention
     attention_post_norm: Norm | None
     mlp_norm: Norm
-    mlp: MLP
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    """`MLP` or `MoE`."""
     mlp_post_norm: Norm | None
     parallel: TensorParallel
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -209,17 +210,27 @@ def _row_order(source: Source, start: int, stop: int) -> Any:
         return slice(source.first_row + start, source.first_row + stop)
     rows = np.arange(start, stop, dtype=np.int64)
     run, inner = rows - rows % source.pair_rows, rows % source.pair_rows
-    half, i = np.divmod(inner, source.pair_rows // 2)
-    return source.first_row + run + 2 * i + half
+    half, i = np.divmod(inner - source.unpaired_rows, (source.pair_rows - source.unpaired_rows) // 2)
+    return source.first_row + run + np.where(inner < source.unpaired_rows, inner, source.unpaired_rows + 2 * i + half)
 
 
 def _cut(stored: Any, source: Source, index: tuple[slice, ...]) -> torch.Tensor:
     """The wanted rows and columns of a part, from a tensor or from a slice of an open file."""
     rows, *rest = index
+    if source.pair_rows:
+        return _cut_pairs(stored, source, rows, rest)
     inner = (slice(source.first_row + rows.start, source.first_row + rows.stop), *rest)
     item = () if source.item is None else (source.item,)
     tensor: torch.Tensor = stored[(*item, *reversed(inner))] if source.transposed else stored[(*item, *inner)]
     return tensor.t() if source.transposed and tensor.dim() == 2 else tensor
+
+
+def _cut_pairs(stored: Any, source: Source, rows: slice, rest: list[slice]) -> torch.Tensor:
+    """Whole runs are read: an open file gives ranges only."""
+    order = _row_order(source, rows.start, rows.stop)
+    first, last = int(order.min()), int(order.max()) + 1
+    plain = msgspec.structs.replace(source, first_row=0, pair_rows=0)
+    return _cut(stored, plain, (slice(first, last), *rest))[torch.from_numpy(order - first)]
 
 
 def _require(tensors: dict[str, T], name: str, where: str) -> T:

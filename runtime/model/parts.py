@@ -4,6 +4,10 @@
     layers.N.attention_norm.{weight,bias}   layers.N.attention.{q,k,v,o}.{weight,bias}
     layers.N.attention.{q,k}_norm.weight    layers.N.attention_post_norm.weight
     layers.N.mlp_norm.{weight,bias}         layers.N.mlp.{gate,up,down}.{weight,bias}   layers.N.mlp_post_norm.weight
+    of latent attention: layers.N.attention.q.weight, or {q_down,q_down_norm,q_up}.weight with a latent of queries;
+    layers.N.attention.{kv_down,kv_down_norm,kv_up}.weight
+    of a mixture of experts: layers.N.mlp.router.{weight,correction}  layers.N.mlp.experts.E.{gate,up,down}.weight
+    layers.N.mlp.shared.{gate,up,down}.weight
 
 A linear's weight is `[out, in]`; only layer norms have a bias. The families say how files spell the parts
 (`families/`, `gguf_model.py`).
@@ -16,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvferry.runtime.model.spec import LayerSpec, ModelSpec
+from kvferry.runtime.model.spec import AttentionSpec, LatentSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 
 Shape = tuple[int, ...]
 
@@ -34,6 +38,8 @@ class Source(msgspec.Struct, frozen=True):
     """The file has `[in, out]`."""
     pair_rows: int = 0
     """Not 0: each run of so many rows has them as rotated pairs (0, 1), (2, 3), … instead of halves (i, i + n/2)."""
+    unpaired_rows: int = 0
+    """So many first rows of each of those runs are not rotated."""
 
 
 Spelling = Callable[[str], Source]
@@ -55,9 +61,19 @@ def part_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _layer(layer: LayerSpec, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    attention, inner, hidden = layer.attention, layer.mlp.inner_size, spec.hidden_size
-    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    attention, mlp, hidden = layer.attention, layer.mlp, spec.hidden_size
     yield from _norm("attention_norm", hidden, spec)
+    yield from _attention(attention, spec) if isinstance(attention, AttentionSpec) else _latent(attention, hidden)
+    yield from _norm("mlp_norm", hidden, spec)
+    yield from _mlp("mlp", mlp, hidden) if isinstance(mlp, MLPSpec) else _experts(mlp, hidden)
+    if layer.post_norms:
+        yield from _norm("attention_post_norm", hidden, spec)
+        yield from _norm("mlp_post_norm", hidden, spec)
+
+
+def _attention(attention: AttentionSpec, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    hidden = spec.hidden_size
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     yield from _linear("attention.q", q, hidden, attention.qkv_bias)
     yield from _linear("attention.k", kv, hidden, attention.qkv_bias)
     yield from _linear("attention.v", kv, hidden, attention.qkv_bias)
@@ -65,14 +81,38 @@ def _layer(layer: LayerSpec, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     if attention.qk_norm:
         yield from _norm("attention.q_norm", attention.head_dim, spec)
         yield from _norm("attention.k_norm", attention.head_dim, spec)
-    yield from _norm("mlp_norm", hidden, spec)
-    if layer.mlp.gated:
-        yield from _linear("mlp.gate", inner, hidden, layer.mlp.bias)
-    yield from _linear("mlp.up", inner, hidden, layer.mlp.bias)
-    yield from _linear("mlp.down", hidden, inner, layer.mlp.bias)
-    if layer.post_norms:
-        yield from _norm("attention_post_norm", hidden, spec)
-        yield from _norm("mlp_post_norm", hidden, spec)
+
+
+def _latent(attention: LatentSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    q, from_q = attention.num_heads * (attention.key_dim + attention.rope_dim), attention.query_rank
+    if from_q is None:
+        yield "attention.q.weight", (q, hidden)
+    else:
+        yield "attention.q_down.weight", (from_q, hidden)
+        yield "attention.q_down_norm.weight", (from_q,)
+        yield "attention.q_up.weight", (q, from_q)
+    yield "attention.kv_down.weight", (attention.head_dim, hidden)
+    yield "attention.kv_down_norm.weight", (attention.latent_rank,)
+    kv = attention.num_heads * (attention.key_dim + attention.value_dim)
+    yield "attention.kv_up.weight", (kv, attention.latent_rank)
+    yield "attention.o.weight", (hidden, attention.num_heads * attention.value_dim)
+
+
+def _mlp(name: str, mlp: MLPSpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    if mlp.gated:
+        yield from _linear(f"{name}.gate", mlp.inner_size, hidden, mlp.bias)
+    yield from _linear(f"{name}.up", mlp.inner_size, hidden, mlp.bias)
+    yield from _linear(f"{name}.down", hidden, mlp.inner_size, mlp.bias)
+
+
+def _experts(moe: MoESpec, hidden: int) -> Iterator[tuple[str, Shape]]:
+    yield "mlp.router.weight", (moe.num_experts, hidden)
+    if moe.correction:
+        yield "mlp.router.correction", (moe.num_experts,)
+    for expert in range(moe.num_experts):
+        yield from _mlp(f"mlp.experts.{expert}", MLPSpec(inner_size=moe.inner_size), hidden)
+    if moe.shared_size:
+        yield from _mlp("mlp.shared", MLPSpec(inner_size=moe.shared_size), hidden)
 
 
 def _norm(name: str, size: int, spec: ModelSpec) -> Iterator[tuple[str, Shape]]:

@@ -19,12 +19,13 @@ from kvferry.runtime.config import check_range
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.layout import FORMATS, KVLayout
 from kvferry.runtime.model.parts import Shape, part_shapes
-from kvferry.runtime.model.spec import ModelSpec
+from kvferry.runtime.model.spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec
 
 Device = Literal["gpu", "cpu"]
-_CUT_ROWS = ("q", "gate", "up", "head")
+_CUT_ROWS = ("q", "q_up", "kv_up", "gate", "up", "head")
 _CUT_COLUMNS = ("o", "down")
 _KV_ROWS = ("k", "v")
+"""Experts are cut like the MLP that they are."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +160,9 @@ def weight_bytes(
 def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Workload) -> int:
     """A bound: of every token the residual, its norm and all that the widest half of a layer makes of them; of every
     row that draws a token its logits, as the head gives them and twice in float32 (what is reported, what is drawn).
-    int8 has a linear's result in float32 before it is scaled (of the head two), and its inputs as bytes.
+    int8 has a linear's result in float32 before it is scaled (of the head two), and its inputs as bytes. Of a mixture,
+    as many experts as a token has, with a copy of it for each; of latent attention, a whole context's keys and values,
+    made for one row at a time.
     """
     tp_size, size = layout.tp_size, FORMATS[dtype].bits // 8
     eight = workload.quantization == "int8"
@@ -167,8 +170,10 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
     inputs: dict[tuple[str, str], int] = {}
     for part, shape in rank_shapes(spec, layout):
         _, *path = part.split(".")
-        if len(shape) == 2 and len(path) > 2:
+        if len(shape) == 2 and len(path) > 2 and not _is_idle(spec, path):
             half = path[0], path[1]
+            if path[2] == "experts" and path[-2] == "gate":
+                outputs[half] = outputs.get(half, 0) + shape[1]
             outputs[half] = outputs.get(half, 0) + shape[0]
             inputs[half] = max(inputs.get(half, 0), shape[1])
     width = size * 2 * spec.hidden_size + max(
@@ -177,4 +182,18 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
     own, whole = -(-spec.vocab_size // tp_size), spec.vocab_size if tp_size > 1 else 0
     rows = min(workload.max_batch_tokens, workload.max_sequences)
     logits = (own + whole) * size + 2 * spec.vocab_size * 4 + 2 * own * 4 * eight
-    return workload.max_batch_tokens * width + rows * logits
+    expanded = max(_expanded(layer.attention) for layer in spec.layers) // tp_size * workload.context * size
+    return expanded + workload.max_batch_tokens * width + rows * logits
+
+
+def _is_idle(spec: ModelSpec, path: list[str]) -> bool:
+    """Whether the part is an expert's beyond those that one token has."""
+    mlp = spec.layers[int(path[0])].mlp
+    return isinstance(mlp, MoESpec) and path[2] == "experts" and int(path[3]) >= mlp.num_active
+
+
+def _expanded(attention: AttentionSpec | LatentSpec) -> int:
+    """Keys and values of all heads for one position, computed from its latent: as they come, and by head."""
+    if isinstance(attention, AttentionSpec):
+        return 0
+    return attention.num_heads * (2 * attention.key_dim + attention.rope_dim + 2 * attention.value_dim)

@@ -2,8 +2,8 @@
 
 ModelSpec ── norm, embeddings, output head
     └── LayerSpec, one per layer
-          ├── AttentionSpec ── rope
-          └── MLPSpec
+          ├── AttentionSpec or LatentSpec ── rope
+          └── MLPSpec or MoESpec
 """
 
 from __future__ import annotations
@@ -72,6 +72,45 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     """A token sees so many positions, its own included; None: all up to its own."""
 
+    @property
+    def planes(self) -> int:
+        """Cached for each head: its key and its value."""
+        return 2
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention in which all heads share one cached vector per token (`kernels/mla.py`)."""
+
+    num_heads: int
+    query_rank: int | None
+    """Queries too are computed from a latent vector, of this size; `None`: directly."""
+    latent_rank: int
+    key_dim: int
+    """Of the part of a head's query and key that is not rotated."""
+    rope_dim: int
+    """Of the part that is; its key is cached rotated, for all heads."""
+    value_dim: int
+    rope: RopeSpec
+    scale: float
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Of the cached vector."""
+        return self.latent_rank + self.rope_dim
+
+    @property
+    def planes(self) -> int:
+        return 1
+
+    @property
+    def window(self) -> None:
+        """A token sees all before it."""
+        return
+
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
@@ -82,9 +121,33 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
 
 
+class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts, each a gated MLP; a router chooses some for each token (`kernels/moe.py`)."""
+
+    num_experts: int
+    num_active: int
+    inner_size: int
+    """Of one expert."""
+    shared_size: int = 0
+    """Inner size of a further MLP that every token goes through; 0: there is none."""
+    sigmoid: bool = False
+    """Scores are sigmoids, else a softmax over all experts."""
+    correction: bool = False
+    """A stored bias takes part in the choice of experts, not in their weights."""
+    num_groups: int = 1
+    num_top_groups: int = 1
+    """Only experts of so many groups can be chosen."""
+    group_best: int = 1
+    """A group is worth the sum of so many best scores in it."""
+    normalised: bool = True
+    """The chosen experts' weights add up to 1, before `scale`."""
+    scale: float = 1.0
+    activation: Activation = "silu"
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    attention: AttentionSpec
-    mlp: MLPSpec
+    attention: AttentionSpec | LatentSpec
+    mlp: MLPSpec | MoESpec
     post_norms: bool = False
     """A norm also over what attention and MLP give, before it is added."""
 
@@ -124,7 +187,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
-    def kv_shape(self) -> AttentionSpec:
+    def kv_shape(self) -> AttentionSpec | LatentSpec:
         """Whose KV geometry all layers share."""
         return self.layers[0].attention
 
@@ -142,6 +205,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             block_size=block_size,
             dtype=dtype,
             tp_size=tp_size,
+            planes=self.kv_shape.planes,
         )
 
     def check_tensor_parallel(self, tp_size: int) -> None:
@@ -171,6 +235,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         for layer in dict.fromkeys(self.layers):
             yield "attention heads", layer.attention.num_heads
             yield "intermediate channels", layer.mlp.inner_size
+            if isinstance(layer.mlp, MoESpec):
+                yield "intermediate channels of shared experts", layer.mlp.shared_size
 
 
 def is_long(rope: RopeSpec | None, max_context: int) -> bool | None:
@@ -183,6 +249,10 @@ def is_long(rope: RopeSpec | None, max_context: int) -> bool | None:
 def checked(spec: ModelSpec, source: str) -> ModelSpec:
     """Raises `CorruptModel` when the numbers of `source` contradict each other."""
     for attention in dict.fromkeys(layer.attention for layer in spec.layers):
+        if isinstance(attention, LatentSpec):
+            if attention.rope_dim % 2:
+                raise CorruptModel(f"{source}: {attention.rope_dim} rotated dimensions must be even")
+            continue
         if attention.num_heads % attention.num_kv_heads:
             raise CorruptModel(
                 f"{source}: {attention.num_heads} attention heads are no multiple of {attention.num_kv_heads} KV heads"
@@ -192,6 +262,9 @@ def checked(spec: ModelSpec, source: str) -> ModelSpec:
         _check_rope(attention, source)
         if attention.qk_norm and spec.norm.kind != "rms":
             raise CorruptModel(f"{source}: norms over heads must be RMS norms")
+    for mlp in dict.fromkeys(layer.mlp for layer in spec.layers):
+        if isinstance(mlp, MoESpec):
+            _check_experts(mlp, source)
     for token in spec.eos_token_ids:
         if not 0 <= token < spec.vocab_size:
             raise CorruptModel(f"{source}: eos token {token} is outside the vocabulary [0, {spec.vocab_size})")
@@ -209,3 +282,19 @@ def _check_rope(attention: AttentionSpec, source: str) -> None:
     for name, factors in (("short", scaling.short_factors), ("long", scaling.long_factors)):
         if scaling.kind == "longrope" and len(factors) != dim // 2:
             raise CorruptModel(f"{source}: longrope has {len(factors)} {name} factors, needs {dim // 2}")
+
+
+def _check_experts(moe: MoESpec, source: str) -> None:
+    if moe.num_experts % moe.num_groups:
+        raise CorruptModel(f"{source}: {moe.num_experts} experts do not divide into {moe.num_groups} groups")
+    per_group = moe.num_experts // moe.num_groups
+    if not 1 <= moe.num_top_groups <= moe.num_groups or moe.group_best > per_group:
+        raise CorruptModel(
+            f"{source}: the top {moe.num_top_groups} of {moe.num_groups} groups, by the best {moe.group_best} of "
+            f"{per_group} experts, cannot be chosen"
+        )
+    if moe.num_active > moe.num_top_groups * per_group:
+        raise CorruptModel(
+            f"{source}: {moe.num_active} experts for each token are more than the {moe.num_top_groups * per_group} "
+            "to choose from"
+        )

@@ -9,7 +9,7 @@ from kvferry.runtime.ids import BlockId
 
 
 class HeadSpan:
-    """A view of heads `[first, last)` of `blocks [num_blocks, num_layers, 2, rank_heads, block_size, head_dim]`.
+    """A view of heads `[first, last)` of `blocks [num_blocks, num_layers, planes, rank_heads, block_size, head_dim]`.
 
     On a CPU it copies through numpy: torch would start a team of threads in every thread that copies.
     """

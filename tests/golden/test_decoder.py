@@ -66,6 +66,11 @@ def test_tokens_by_torch_alone(name: str) -> None:
         ("mqa", 4),
         ("all-biases", 4),
         ("qwen3", 2),
+        ("mixtral", 2),
+        ("qwen3-moe-mixed", 4),
+        ("deepseek-v2-lite", 2),
+        ("deepseek-v2-groups", 4),
+        ("deepseek-v3", 2),
         ("gpt2", 2),
         ("phi3", 2),
         ("phi3-longrope-short", 2),
@@ -107,9 +112,10 @@ def test_each_layer_has_its_own_window_and_scale(without: Callable[[], AbstractC
     torch.testing.assert_close(torch.cat(got), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_one_step_share_blocks() -> None:
+@pytest.mark.parametrize("name", ["gqa-tied", "deepseek-v3"])
+def test_rows_of_one_step_share_blocks(name: str) -> None:
     """A prefix computed by one row must be readable by the others of the same step."""
-    name, prefix = "gqa-tied", prompts()[-1][:16]
+    prefix = prompts()[-1][:16]
     sequences = Sequences(name)
     tails = [[7], [9, 11, 13], [15] * 6]
     shared = sequences.blocks(len(prefix))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM as AutoModel
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.groups import one_group
@@ -40,6 +41,9 @@ def oracle(name: str) -> PreTrainedModel:
             parameter.data.normal_(0, 0.5)
         elif "norm" in key or ".ln_" in key:
             parameter.data.uniform_(0.5, 1.5)
+    for key, buffer in model.named_buffers():
+        if "correction" in key:  # starts as 0 too
+            buffer.normal_(0, 0.1)
     return model
 
 
@@ -64,7 +68,8 @@ def expected_tokens(name: str) -> list[list[int]]:
 def build(name: str, parallel: TensorParallel) -> Decoder:
     model = oracle(name)
     spec = from_hf_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    return build_model(spec, MemoryWeights(dict(model.state_dict()), spec), torch.float32, parallel.rank, parallel)
+    tensors = revert_weight_conversion(model, dict(model.state_dict()))  # as `save_pretrained` writes them
+    return build_model(spec, MemoryWeights(tensors, spec), torch.float32, parallel.rank, parallel)
 
 
 class Sequences:

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 200
@@ -43,6 +47,15 @@ LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + 0.1 * i for i in range(4)],
     "long_factor": [1.0 + 0.5 * i for i in range(4)],
     "partial_rotary_factor": 0.5,
+}
+DEEPSEEK = COMMON | {
+    "num_attention_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
 }
 GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -124,6 +137,72 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_key_value_heads=2,
         original_max_position_embeddings=1,
         rope_parameters=LONGROPE | {"attention_factor": 1.19},
+    ),
+    "mixtral": lambda: MixtralConfig(
+        **COMMON | {"intermediate_size": 32}, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6
+    ),
+    # Layers: an MLP by its number, one by the step, experts.
+    "qwen3-moe-mixed": lambda: Qwen3MoeConfig(
+        **COMMON | {"num_hidden_layers": 4},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        norm_topk_prob=False,
+    ),
+    "qwen3-moe-normalised": lambda: Qwen3MoeConfig(
+        **COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
+    "deepseek-v2-lite": lambda: DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=None,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        routed_scaling_factor=1.3,
+        rms_norm_eps=1e-3,  # not that of the norms over latents
+    ),
+    "deepseek-v2-groups": lambda: DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=20,
+        n_routed_experts=12,
+        num_experts_per_tok=3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=4.0,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.5},
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **DEEPSEEK,
+        q_lora_rank=20,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        num_key_value_heads=4,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek-v3-one-group": lambda: DeepseekV3Config(
+        **DEEPSEEK | {"first_k_dense_replace": 0},
+        q_lora_rank=None,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+        num_key_value_heads=4,
     ),
     "phi3-window": lambda: Phi3Config(**COMMON, num_attention_heads=4, num_key_value_heads=2, sliding_window=9),
     "gpt2": lambda: GPT2Config(**GPT2),

@@ -15,6 +15,7 @@ from kvferry.cluster import cli
 from kvferry.cluster.cli_plan import Plan, parse_rate
 from kvferry.runtime.errors import InvalidArgument, KvferryError
 from kvferry.runtime.model.plan import MemoryPlan
+from tests.support.published import DEEPSEEK_V3
 
 pytestmark = pytest.mark.core
 LLAMA3_70B: dict[str, Any] = {
@@ -180,3 +181,16 @@ def test_bad_rates(text: str) -> None:
     """A rate that cannot be read becomes some number."""
     with pytest.raises(InvalidArgument, match="link="):
         parse_rate("link", text)
+
+
+def test_experts_and_latents(tmp_path: Path) -> None:
+    """DeepSeek-V3: 61 · 576 · 2 bytes a token, on every rank and ferried once; 671 billion parameters, 37 of which a
+    token meets.
+    """
+    one = plan(tmp_path, DEEPSEEK_V3, "--device-memory", "2048GiB", "--context", "8192")
+    sixteen = plan(tmp_path, DEEPSEEK_V3, "--device-memory", "141GiB", "--tp", "16", "--context", "8192")
+    assert one.bytes_per_token == one.ferried_bytes_per_token == 61 * 576 * 2
+    assert sixteen.bytes_per_token == sixteen.ferried_bytes_per_token == 61 * 576 * 2
+    assert one.weight_bytes == pytest.approx(2 * 671.026e9, rel=1e-4)
+    assert sixteen.weight_bytes < one.weight_bytes / 15
+    assert sixteen.activation_bytes < one.activation_bytes < GIB * 2

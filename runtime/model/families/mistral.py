@@ -17,6 +17,12 @@ def _read(config: Config) -> ModelSpec:
     return windowed(spec, [window] * spec.num_layers)
 
 
+def refuse_window(config: Config) -> None:
+    limit = config.positive("max_position_embeddings")
+    if config.get("sliding_window") is not None and config.positive("sliding_window") < limit:
+        config.refuse("sliding_window", f"supported is null, or at least max_position_embeddings={limit}")
+
+
 MISTRAL = Family(
     name="mistral",
     read=_read,

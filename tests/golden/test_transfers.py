@@ -1,0 +1,28 @@
+"""Prefill in one group, blocks ferried, decode in a group of another tensor-parallel size: transformers' tokens."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from tests.support.golden import BLOCK, NEW_TOKENS, expected_tokens, prompts
+from tests.support.golden_groups import GoldenGroup, ferry
+
+pytestmark = pytest.mark.golden
+
+
+@pytest.mark.parametrize("name", ["gqa-tied", "mixtral", "deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize(("source_tp", "destination_tp"), [(2, 1), (1, 2)])
+def test_tokens_after_a_transfer(name: str, source_tp: int, destination_tp: int) -> None:
+    """Heads that arrive in the wrong place, latents shipped once per copy, blocks computed again for want of them."""
+    expected = expected_tokens(name)
+    with contextlib.ExitStack() as stack:
+        source, destination = (
+            stack.enter_context(contextlib.closing(GoldenGroup(role, name, size)))
+            for role, size in (("prefill", source_tp), ("decode", destination_tp))
+        )
+        assert ferry(source, destination, prompts(), NEW_TOKENS) == expected
+        num_blocks = sum(len(prompt) // BLOCK for prompt in prompts())
+        assert destination.engine.load().cached_tokens_total == num_blocks * BLOCK
+        assert destination.num_received_bytes == [num_blocks * destination.layout.block_bytes] * destination_tp

@@ -1,0 +1,134 @@
+"""Whole groups in one process: an engine over real ranks (threads) with links to other groups, stepped by hand."""
+
+from __future__ import annotations
+
+import queue
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
+from kvferry.runtime.engine import Engine
+from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey, TransferId
+from kvferry.runtime.kv.hashing import hash_root
+from kvferry.runtime.model.parallel import LocalGroup, LocalParallel
+from kvferry.runtime.request import SamplingParams, SequenceRequest
+from kvferry.runtime.step import SampleInput, StepPlan, StepResult
+from kvferry.runtime.transfer.factory import make_transport
+from kvferry.runtime.transfer.links import Links
+from kvferry.runtime.transfer.ticket import ExpectRequest, GroupAddress, LinkReport, Received
+from tests.support.golden import BLOCK, Sequences
+
+NUM_BLOCKS, DEADLINE_S = 200, 60.0
+
+
+class GoldenGroup:
+    """The ranks of one tensor-parallel group of a golden model. `close` ends its threads."""
+
+    def __init__(self, name: str, model: str, tp_size: int) -> None:
+        self._pool = ThreadPoolExecutor(tp_size)
+        parallel = LocalGroup(tp_size, timeout_s=DEADLINE_S)
+        self.ranks = [
+            Sequences(model, LocalParallel(rank, parallel) if tp_size > 1 else None, NUM_BLOCKS)
+            for rank in range(tp_size)
+        ]
+        self.layout = self.ranks[0].storage.layout
+        transfer = TransferConfig(transport="local", blocks_per_message=2)
+        self._reports: queue.Queue[LinkReport] = queue.Queue()
+        self.num_received_bytes = [0] * tp_size
+        peer = Peer(GroupId(name), Epoch(1))
+        self._links = [
+            Links(
+                make_transport("local", "127.0.0.1"),
+                self.layout,
+                number,
+                peer,
+                rank.storage.blocks,
+                transfer,
+                self._reports.put,
+            )
+            for number, rank in enumerate(self.ranks)
+        ]
+        addresses = [links.address() for links in self._links]
+        self.address = GroupAddress(peer, tp_size, self.layout.fingerprint, addresses)
+        config = EngineConfig(
+            cache=CacheConfig(block_size=BLOCK, num_blocks=NUM_BLOCKS),
+            scheduler=SchedulerConfig(max_batch_tokens=16),
+            transfer=transfer,
+        )
+        root = hash_root(self.layout.content_fields)
+        self.engine = Engine(config, self.layout, NUM_BLOCKS, root, self.address, 512, self._execute)
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+
+    def _execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        def one(rank: int) -> StepResult:
+            self._links[rank].begin(plan)
+            result = self.ranks[rank].runner.execute(plan, samples if rank == 0 else [])
+            self._links[rank].finish(plan)
+            return result
+
+        first, *_ = self._pool.map(one, range(len(self.ranks)))
+        return first
+
+    def step(self) -> None:
+        while not self._reports.empty():
+            report = self._reports.get_nowait()
+            if isinstance(report, Received):
+                self.num_received_bytes[report.rank] += report.num_bytes
+            self.engine.report(report)
+        for event in self.engine.step(time.time_ns()).tokens:
+            assert event.error_label is None, event.error_message
+            name = event.key.request_id
+            if event.token_id is not None:
+                self.tokens.setdefault(name, []).append(event.token_id)
+            if event.finish_reason is not None:
+                self.ended[name] = event.finish_reason.value
+
+    def close(self) -> None:
+        for links in self._links:
+            links.close()
+        for rank in self.ranks:
+            rank.runner._parallel.close()
+        self._pool.shutdown()
+
+
+def ferry(source: GoldenGroup, destination: GoldenGroup, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """What a coordinator does: prefill and the first token at the source, all others at the destination."""
+
+    def submit(group: GoldenGroup, name: str, attempt: int, prompt: list[int], **leg: object) -> None:
+        greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0, ignore_eos=True)
+        request = SequenceRequest(
+            key=SequenceKey(RequestId(name), 0, attempt),
+            prompt_token_ids=prompt,
+            sampling=greedy,
+            eos_token_ids=[],
+            priority=0,
+            arrival_ns=0,
+            **leg,  # type: ignore[arg-type]
+        )
+        group.engine.submit(request, time.time_ns())
+
+    names = {f"r{i}": prompt for i, prompt in enumerate(prompts)}
+    for name, prompt in names.items():
+        transfer_id = TransferId(name)
+        expect = ExpectRequest(
+            transfer_id=transfer_id,
+            attempt=1,
+            source=source.address,
+            token_ids=prompt,
+            cache_salt="",
+            timeout_s=DEADLINE_S,
+        )
+        submit(source, name, 1, prompt, handoff_after=1, sends_transfer_id=transfer_id)
+        source.engine.send(destination.engine.expect(expect, time.time_ns()), time.time_ns())
+    handed: set[str] = set()
+    until = time.monotonic() + DEADLINE_S
+    while len(destination.ended) < len(names):
+        assert time.monotonic() < until, f"only {destination.ended} ended"
+        source.step()
+        for name in source.ended.keys() - handed:
+            handed.add(name)
+            first = source.tokens[name]
+            submit(destination, name, 2, names[name], output_token_ids=list(first), transfer_id=TransferId(name))
+        destination.step()
+    return [source.tokens[name] + destination.tokens[name] for name in names]
