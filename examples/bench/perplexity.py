@@ -13,15 +13,15 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvferry.runtime.ids import BlockId
-from kvferry.runtime.kv.storage import KVStorage
-from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import Decoder, build_model
 from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.model.loader import open_weights
@@ -54,8 +54,9 @@ def text_tokens(model: str, count: int) -> list[int]:
 def perplexity(model: Decoder, kv_dtype: str, ids: Sequence[int], context: int, chunk: int) -> float:
     """Contexts follow each other without overlap; the first token of each is given."""
     layout = model.spec.kv_layout(BLOCK_SIZE, kv_dtype, 1)
-    storage = KVStorage(layout, -(-context // BLOCK_SIZE), "cpu", dtype=model.dtype)
-    table = [BlockId(b) for b in range(storage.num_blocks)]
+    groups = one_group(layout, -(-context // BLOCK_SIZE))
+    storage = RankStorage(groups, "cpu", dtype=model.dtype)
+    table = [BlockId(b) for b in range(groups.num_blocks)]
     loss = 0.0
     for first in range(0, len(ids), context):
         part = list(ids[first : first + context])
@@ -63,9 +64,9 @@ def perplexity(model: Decoder, kv_dtype: str, ids: Sequence[int], context: int, 
             tokens = part[start : start + chunk]
             targets = torch.tensor(part[start + 1 : start + 1 + len(tokens)])
             with torch.inference_mode():
-                batch = make_batch([Row(tokens, start, table, True)], storage)
-                hidden = model.forward(replace(batch, sample_index=torch.arange(len(targets))), storage)
-                loss += float(torch.nn.functional.cross_entropy(model.logits(hidden), targets, reduction="sum"))
+                batches = make_batches([Row(tokens, start, table, len(tokens))], storage)
+                logits = model.logits(model.forward(batches, storage))[: len(targets)]
+                loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
     return math.exp(loss / (len(ids) - -(-len(ids) // context)))
 
 

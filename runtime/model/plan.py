@@ -15,9 +15,11 @@ from typing import Literal
 import msgspec
 
 from kvferry.kernels.packing import Quantization, packed_bytes
-from kvferry.runtime.config import check_range
+from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, check_range
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.layout import FORMATS, KVLayout
+from kvferry.runtime.model.fit import resolve_kv
 from kvferry.runtime.model.parts import Shape, part_shapes
 from kvferry.runtime.model.spec import AttentionSpec, LatentSpec, ModelSpec, MoESpec
 
@@ -71,7 +73,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     ferried_bytes_per_token: int
     """What a transfer carries: KV heads that several ranks hold travel once."""
     sequence_bytes: int
-    """KV of one sequence of `context` tokens, in whole blocks."""
+    """KV of one sequence of `context` tokens, in whole blocks; of layers with a window what that shows."""
     device_memory_bytes: int
     weight_bytes: int
     activation_bytes: int
@@ -79,6 +81,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     left_bytes: int
     block_bytes: int
     num_blocks: int
+    """Of layers without a window, in a model that mixes both kinds."""
     num_sequences: int
     """Of `context` tokens at the same time, if they share nothing."""
     transfer_s: float
@@ -104,8 +107,8 @@ def plan_memory(spec: ModelSpec, layout: KVLayout, dtype: str, workload: Workloa
             f"of each rank, weights take {weights} bytes, activations {activations} and a block {layout.block_bytes}",
             f"give at least {needed}, a larger tensor parallel size, or a smaller batch or KV memory",
         )
-    blocks_per_sequence = -(-workload.context // layout.block_size)
-    whole = msgspec.structs.replace(layout, tp_size=1)
+    kv, whole = _block_groups(spec, layout, wanted, workload.context), msgspec.structs.replace(layout, tp_size=1)
+    ferried = _block_groups(spec, whole, wanted * layout.tp_size, workload.context).held_bytes(workload.context)
     return MemoryPlan(
         tp_size=layout.tp_size,
         dtype=dtype,
@@ -116,17 +119,26 @@ def plan_memory(spec: ModelSpec, layout: KVLayout, dtype: str, workload: Workloa
         bytes_per_token=layout.bytes_per_token,
         all_ranks_bytes_per_token=layout.bytes_per_token * layout.tp_size,
         ferried_bytes_per_token=whole.bytes_per_token,
-        sequence_bytes=blocks_per_sequence * layout.block_bytes,
+        sequence_bytes=kv.held_bytes(workload.context),
         device_memory_bytes=total,
         weight_bytes=weights,
         activation_bytes=activations,
-        kv_bytes=num_blocks * layout.block_bytes,
-        left_bytes=free - num_blocks * layout.block_bytes,
-        block_bytes=layout.block_bytes,
-        num_blocks=num_blocks,
-        num_sequences=num_blocks // blocks_per_sequence,
-        transfer_s=blocks_per_sequence * whole.block_bytes / workload.link_bytes_per_s,
+        kv_bytes=kv.num_bytes,
+        left_bytes=free - kv.num_bytes,
+        block_bytes=kv.main.layout.block_bytes,
+        num_blocks=kv.num_blocks,
+        num_sequences=min(
+            group.num_blocks * group.layout.block_bytes // group.held_bytes(workload.context) for group in kv.groups
+        ),
+        transfer_s=ferried / workload.link_bytes_per_s,
     )
+
+
+def _block_groups(spec: ModelSpec, layout: KVLayout, num_bytes: int, context: int) -> KVGroups:
+    """As an engine would share out so many bytes of each rank for sequences of that length."""
+    cache = CacheConfig(block_size=layout.block_size, kv_dtype=layout.dtype, kv_memory_bytes=num_bytes)  # type: ignore[arg-type]
+    config = EngineConfig(cache=cache, scheduler=SchedulerConfig(max_context=max(2, context)))
+    return resolve_kv(config, spec, layout.tp_size)
 
 
 def rank_shapes(spec: ModelSpec, layout: KVLayout) -> Iterator[tuple[str, Shape]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import cache
 
@@ -14,8 +13,9 @@ import kvferry
 from kvferry.kernels.packing import Quantization
 from kvferry.kernels.quantized import can_quantize
 from kvferry.runtime.ids import BlockId
-from kvferry.runtime.kv.storage import KVStorage
-from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import Decoder, build_model
 from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.model.loader import open_weights
@@ -55,17 +55,17 @@ def perplexity(dtype: str, quantization: Quantization) -> float:
     weights = open_weights(files, spec)
     model = build_model(spec, weights, getattr(torch, dtype), 0, SingleRank(), quantization=quantization)
     weights.close()
-    logits = all_logits(
-        model, token_ids, KVStorage(spec.kv_layout(BLOCK, dtype, 1), len(token_ids) // BLOCK + 1, "cpu")
-    )
+    logits = all_logits(model, token_ids)
     return math.exp(F.cross_entropy(logits[:-1], torch.tensor(token_ids[1:])).item())
 
 
 @torch.inference_mode()
-def all_logits(model: Decoder, token_ids: list[int], storage: KVStorage) -> torch.Tensor:
-    row = Row(token_ids, 0, [BlockId(b) for b in range(storage.num_blocks)], True)
-    batch = dataclasses.replace(make_batch([row], storage), sample_index=torch.arange(len(token_ids)))
-    return model.logits(model.forward(batch, storage))
+def all_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
+    dtype = str(model.dtype).removeprefix("torch.")
+    groups = one_group(model.spec.kv_layout(BLOCK, dtype, 1), len(token_ids) // BLOCK + 1)
+    storage = RankStorage(groups, "cpu")
+    row = Row(token_ids, 0, [BlockId(b) for b in range(groups.num_blocks)], len(token_ids))
+    return model.logits(model.forward(make_batches([row], storage), storage))
 
 
 @pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.025), ("int4", 0.10)])

@@ -31,7 +31,8 @@ class GoldenGroup:
             Sequences(model, LocalParallel(rank, parallel) if tp_size > 1 else None, NUM_BLOCKS)
             for rank in range(tp_size)
         ]
-        self.layout = self.ranks[0].storage.layout
+        self.kv = self.ranks[0].storage.kv
+        self.layout = self.kv.main.layout
         transfer = TransferConfig(transport="local", blocks_per_message=2)
         self._reports: queue.Queue[LinkReport] = queue.Queue()
         self.num_received_bytes = [0] * tp_size
@@ -39,24 +40,24 @@ class GoldenGroup:
         self._links = [
             Links(
                 make_transport("local", "127.0.0.1"),
-                self.layout,
+                self.kv,
                 number,
                 peer,
-                rank.storage.blocks,
+                [group.blocks for group in rank.storage.groups],
                 transfer,
                 self._reports.put,
             )
             for number, rank in enumerate(self.ranks)
         ]
         addresses = [links.address() for links in self._links]
-        self.address = GroupAddress(peer, tp_size, self.layout.fingerprint, addresses)
+        self.address = GroupAddress(peer, tp_size, self.kv.fingerprint, addresses)
         config = EngineConfig(
             cache=CacheConfig(block_size=BLOCK, num_blocks=NUM_BLOCKS),
             scheduler=SchedulerConfig(max_batch_tokens=16),
             transfer=transfer,
         )
-        root = hash_root(self.layout.content_fields)
-        self.engine = Engine(config, self.layout, NUM_BLOCKS, root, self.address, 512, self._execute)
+        root = hash_root(self.kv.content_fields)
+        self.engine = Engine(config, self.kv, root, self.address, 512, self._execute)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
 

@@ -117,11 +117,11 @@ class Group:
             transfer=TransferConfig(transport="local", blocks_per_message=3),
         )
         self.rank = Rank(model, config, host="127.0.0.1")
-        layout = self.rank.layout
+        kv = self.rank.kv
         peer = Peer(GroupId(name), Epoch(epoch))
-        self.address = GroupAddress(peer, 1, layout.fingerprint, [self.rank.address])
+        self.address = GroupAddress(peer, 1, kv.fingerprint, [self.rank.address])
         root, execute = self.rank.hash_root, self.rank.execute
-        self.engine = Engine(config, layout, 40, root, self.address, self.rank.max_context, execute, time.monotonic_ns)
+        self.engine = Engine(config, kv, root, self.address, self.rank.max_context, execute, time.monotonic_ns)
         self.reports: queue.Queue[LinkReport] = queue.Queue()
         self.rank.attach(self.address, self.reports.put)
         self.tokens: list[int] = []
@@ -180,7 +180,7 @@ def ferried(model: str, kv_dtype: str) -> tuple[list[int], int, KVLayout]:
     run([source, destination], 23)
     source.close()
     destination.close()
-    return first + destination.tokens, destination.num_bytes, destination.rank.layout
+    return first + destination.tokens, destination.num_bytes, destination.rank.kv.main.layout
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED)

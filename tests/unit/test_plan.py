@@ -194,3 +194,16 @@ def test_experts_and_latents(tmp_path: Path) -> None:
     assert one.weight_bytes == pytest.approx(2 * 671.026e9, rel=1e-4)
     assert sixteen.weight_bytes < one.weight_bytes / 15
     assert sixteen.activation_bytes < one.activation_bytes < GIB * 2
+
+
+def test_windows_are_planned_as_they_are_held(tmp_path: Path) -> None:
+    """A model with windows is planned as if every layer kept everything, or as if none did."""
+    mixed = LLAMA_7B | {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 512, "max_window_layers": 16}
+    full, half = (
+        plan(tmp_path, mixed | {"use_sliding_window": windows}, "--context", "4096") for windows in (False, True)
+    )
+    assert half.sequence_bytes == (full.sequence_bytes + 33 * full.block_bytes) / 2
+    assert half.num_sequences > full.num_sequences
+    mistral = LLAMA_7B | {"architectures": ["MistralForCausalLM"], "sliding_window": 512}
+    flat = [plan(tmp_path, mistral, "--context", n).sequence_bytes for n in ("2048", "4096")]
+    assert flat == [33 * full.block_bytes] * 2

@@ -14,8 +14,9 @@ from kvferry.kernels.packing import Quantization
 from kvferry.kernels.quantized import can_quantize
 from kvferry.runtime.config import CacheConfig, DType, EngineConfig
 from kvferry.runtime.ids import BlockId
-from kvferry.runtime.kv.storage import KVStorage
-from kvferry.runtime.model.batch import make_batch
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.families import FAMILIES, from_hf_config, hf_source
 from kvferry.runtime.model.files import describe
@@ -41,7 +42,12 @@ DEEPSEEK = {
     "n_group": 2,
     "topk_group": 1,
 }
+GEMMA: dict[str, Any] = {"sliding_window": 32, "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh"}
 SIZES: dict[str, dict[str, Any]] = {
+    "Gemma2ForCausalLM": GEMMA,
+    "Gemma3ForCausalLM": GEMMA,
+    "Gemma3ForConditionalGeneration": {"text_config": CONFIG | GEMMA},
+    "GPT2LMHeadModel": {"n_embd": 64, "n_inner": 128, "n_layer": 3, "n_head": 8, "n_positions": 256},
     "DeepseekV2ForCausalLM": DEEPSEEK,
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
@@ -144,14 +150,14 @@ def test_a_step_stays_within_the_bound(dtype: DType, quantization: Quantization,
     weights, one = MemoryWeights(tensors, spec), SingleRank()
     model = build_model(spec, weights, getattr(torch, dtype), 0, one, quantization=quantization)
     layout = spec.kv_layout(16, dtype, 1)
-    storage = KVStorage(layout, 100, "cpu")
-    storage.blocks.zero_()
+    storage = RankStorage(one_group(layout, 100), "cpu")
+    storage.groups[0].blocks.zero_()
     rows = [Row([5] * 193, 0, [BlockId(b) for b in range(13)], True)]
     rows += [Row([7], 10, [BlockId(13 + i)], True) for i in range(63)]
 
     @torch.inference_mode()
     def step() -> None:
-        raw = model.logits(model.forward(make_batch(rows, storage), storage))
+        raw = model.logits(model.forward(make_batches(rows, storage), storage))
         torch.log_softmax(raw, dim=-1)
 
     step()
