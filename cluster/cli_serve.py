@@ -122,7 +122,7 @@ class Serve:
     dtype: DType = _ENGINE.dtype
     """Number format of weights and computation; auto is what the model's files say."""
     quantization: Quantization = _ENGINE.quantization
-    """Of the weights, on CPUs: int8 is faster everywhere, int4 is smallest and fastest for a few answers at a time."""
+    """Of the weights, on CPUs: int8 for prompts and many answers, int4 for least memory and a few answers at a time."""
     threads: Annotated[int | None, shown("INT", "the cores that others leave idle")] = _ENGINE.threads
     """CPU threads of each worker."""
 

@@ -56,8 +56,7 @@ def _group(group: SimGroup, num_gateways: int) -> Iterator[str]:
 def of_dead_gateway(gateway: SimGateway, groups: list[SimGroup]) -> Iterator[str]:
     """Soon after its death."""
     for group in groups:
-        attentive = not group.process.stopped and group.slow == 1
-        if attentive and (owned := [o for o in group.owners() if o.startswith(f"{gateway.name}#")]):
+        if group.attentive and (owned := [o for o in group.owners() if o.startswith(f"{gateway.name}#")]):
             yield f"{group.peer}: still runs {len(owned)} sequences of {gateway.name}, which is dead"
 
 

@@ -80,6 +80,7 @@ class SimGroup:
         self.role = role
         self.shape = shape
         self.slow = 1.0
+        self._in_slow_step = False
         self.num_lapsed = 0
         """Leases."""
         self.computed_from: dict[RequestId, int] = {}
@@ -217,7 +218,7 @@ class SimGroup:
     def _stepped(self, output: Output) -> Callable[[], None]:
         def done() -> None:
             self._trace.note("step", self._peer, self.slow)
-            self._busy = False
+            self._busy = self._in_slow_step = False
             for transfer in output.transfers:
                 if transfer.state is TransferState.EXPIRED:
                     self.num_lapsed += 1
@@ -242,6 +243,7 @@ class SimGroup:
         sampled = self.blocks.compute(plan.rows, samples)
         self._sends.append(plan)
         self._spent_ns = int((self.shape.step_s + plan.num_tokens * self.shape.token_s) * self.slow * 1e9)
+        self._in_slow_step = self.slow > 1
         if self.slow > 1 and plan.rows:
             self._trace.fault("slow step", self._peer)
         return StepResult(sampled)
@@ -254,6 +256,11 @@ class SimGroup:
 
     def _poison_free(self) -> None:
         self.blocks.poison(self.engine.pools.free_blocks())
+
+    @property
+    def attentive(self) -> bool:
+        """Whether it takes messages soon: a step that was slow from its beginning goes on when the fault is over."""
+        return not self.process.stopped and self.slow == 1 and not self._in_slow_step
 
     # ------------------------------------------------------------ its life
     def go_on(self) -> None:
