@@ -12,7 +12,7 @@ from tests.support.golden_groups import GoldenGroup, ferry
 pytestmark = pytest.mark.golden
 
 
-@pytest.mark.parametrize("name", ["gqa-tied", "mixtral", "deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["gqa-tied", "gemma3", "mixtral", "deepseek-v2-lite", "deepseek-v3"])
 @pytest.mark.parametrize(("source_tp", "destination_tp"), [(2, 1), (1, 2)])
 def test_tokens_after_a_transfer(name: str, source_tp: int, destination_tp: int) -> None:
     """Heads that arrive in the wrong place, latents shipped once per copy, blocks computed again for want of them."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM as AutoModel
-from transformers import MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import Gemma3TextConfig, MistralConfig, PreTrainedModel, Qwen2Config
 
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
 from kvferry.runtime.engine import Engine
@@ -57,6 +57,16 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_at
 CONFIGS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: MistralConfig(**COMMON, head_dim=16),
     "mixed": lambda: Qwen2Config(**COMMON, use_sliding_window=True, layer_types=MIXED),
+    "gemma3": lambda: Gemma3TextConfig(
+        **COMMON,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        layer_types=MIXED,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
 }
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 5, 12, 13, 24, 50)]
 
