@@ -99,7 +99,9 @@ class Load:
                     if not self._take_turn():
                         return
                     stream = await self._one(client, number, count, rng, tasks)
-                    if stream.fate is Fate.CUT:  # the old channel may wait before it connects again
+                    # Also when the answer was complete before the cut took effect: the next one must not meet it. And a
+                    # channel that was cut may wait before it connects again.
+                    if stream.wanted is FaultKind.CUT:
                         await client.close()
                         client = self._make_client(address)
                     elif stream.fate is Fate.FAILED:

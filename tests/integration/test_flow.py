@@ -199,6 +199,6 @@ async def test_overload_is_refused_with_the_time_to_come_back(tiny_model: str, s
         assert refused
         assert all(isinstance(r, QueueFull) and r.retry_after_s > 0 and r.facts["limit"] == "queue" for r in refused)
         good = [r for r in results if isinstance(r, Served)]
-        assert len(good) > 16
+        assert len(good) >= 8, "who need not wait is served"
         again = await serve(deployment, tokens(PROMPT, 1000), sampling)
         assert again.wall_s < 5
