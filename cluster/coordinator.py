@@ -176,8 +176,13 @@ class Coordinator:
             self._clock.now_ns,
             self._config.max_unread_bytes,
         )
+        drive = self._drive(record)
+        try:
+            record.driver = self._tasks.create_task(drive, name=f"request {request.request_id}")
+        except RuntimeError:  # its task group ends
+            drive.close()
+            raise GroupUnavailable("this gateway is closing; ask another one") from None
         self._records[name] = record
-        record.driver = self._tasks.create_task(self._drive(record), name=f"request {request.request_id}")
         return record.stream
 
     def close_door(self) -> None:
