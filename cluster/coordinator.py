@@ -85,7 +85,7 @@ class Coordinator:
             timeout_s=config.transfer_timeout_s,
         )
         self._tasks = asyncio.TaskGroup()
-        self._closing = False
+        self._entered = self._closing = False
         self.num_moved = 0
         """Sequences that another group took over while they ran."""
         self.num_fetched_blocks = 0
@@ -99,6 +99,7 @@ class Coordinator:
     async def __aenter__(self) -> Coordinator:
         await self._tasks.__aenter__()
         self._maintenance = self._tasks.create_task(self._maintain(), name="coordinator maintenance")
+        self._entered = True
         return self
 
     async def __aexit__(
@@ -164,6 +165,8 @@ class Coordinator:
         if name in self._records:
             raise InvalidArgument("request_id", request.request_id, "is in flight already", "use a new id")
         self._placer.check(request)
+        if not self._entered:
+            raise GroupUnavailable("the gateway is starting; ask again, or another one")
         timeline = Timeline(received_ns=request.arrival_ns or self._clock.now_ns())
         record = Record(request, timeline, self._numbers, self._config.gateway)
         for sequence in record.sequences:
@@ -176,13 +179,8 @@ class Coordinator:
             self._clock.now_ns,
             self._config.max_unread_bytes,
         )
-        drive = self._drive(record)
-        try:
-            record.driver = self._tasks.create_task(drive, name=f"request {request.request_id}")
-        except RuntimeError:  # its task group ends
-            drive.close()
-            raise GroupUnavailable("this gateway is closing; ask another one") from None
         self._records[name] = record
+        record.driver = self._tasks.create_task(self._drive(record), name=f"request {request.request_id}")
         return record.stream
 
     def close_door(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from kvferry.runtime.errors import CorruptModel
 from kvferry.runtime.model.families.config import Config
 from kvferry.runtime.model.families.family import Family, split, usual_source
+from kvferry.runtime.model.families.windows import layer_types
 from kvferry.runtime.model.parts import Source
 from kvferry.runtime.model.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
@@ -102,13 +103,11 @@ def _model(config: Config, local: AttentionSpec, full: AttentionSpec) -> ModelSp
 
 def _local_layers(config: Config) -> list[bool]:
     """By name, or every layer but the last of each `sliding_window_pattern`."""
-    num_layers, kinds = config.positive("num_hidden_layers"), config.get("layer_types")
-    if kinds is None:
-        pattern = config.positive("sliding_window_pattern")
-        return [(i + 1) % pattern != 0 for i in range(num_layers)]
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        config.refuse("layer_types", f"supported are {num_layers} of full_attention and sliding_attention")
-    return [kind == "sliding_attention" for kind in kinds]
+    num_layers = config.positive("num_hidden_layers")
+    if (listed := layer_types(config, num_layers)) is not None:
+        return listed
+    pattern = config.positive("sliding_window_pattern")
+    return [(i + 1) % pattern != 0 for i in range(num_layers)]
 
 
 def _source(spec: ModelSpec, part: str) -> Source:
