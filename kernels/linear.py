@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.cpu.available import kernels_for
+from kvferry.kernels.cpu.operations import DTYPES
 from kvferry.kernels.packing import Quantization, fits
 from kvferry.kernels.quantized import can_quantize, quantized
 
@@ -54,7 +56,35 @@ def make_linear(
     """
     if quantization != "none" and fits(quantization, *weight.shape) and can_quantize(quantization):
         return quantized(quantization, weight, bias, fine)
+    if kernels_for(weight, weight.shape[1]):
+        return NativeLinear(weight, bias)
     return PackedLinear(weight, bias)
+
+
+class NativeLinear:
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight.contiguous(), bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        lib = kernels_for(x, x.shape[1])
+        if lib is None:
+            return F.linear(x, self.weight, self.bias)
+        x = x.contiguous()
+        out = x.new_empty((len(x), len(self.weight)))
+        lib.kvferry_linear(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            self.weight.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            x.shape[1],
+            len(self.weight),
+            torch.get_num_threads(),
+        )
+        return out
 
 
 class PackedLinear:

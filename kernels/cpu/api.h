@@ -15,6 +15,7 @@ struct Contexts {
   int64_t scratch_floats;        // of each thread
   int64_t window;                // positions that a query sees, its own included
   int64_t format;                // of a slot, see formats.h
+  int64_t num_threads;           // for as many there is scratch memory
   const int64_t* first_token;    // [R]
   const int64_t* num_queries;    // [R]
   const int64_t* start;          // [R] position of the first query
@@ -51,10 +52,12 @@ struct AddNorm {
   int64_t rows, width, grain, next;
 };
 
-struct SiluMul {
+enum Activation { kSilu, kGeluTanh };
+
+struct Gated {
   const void* gate_up;  // [rows, 2 * width]
   void* out;            // [rows, width]
-  int64_t rows, width, grain, next;
+  int64_t activation, rows, width, grain, next;
 };
 
 struct QuantizeRows {
@@ -72,11 +75,20 @@ struct ScaleRows {
   int64_t rows, width, grain, next;
 };
 
+struct LinearRows {
+  const void* x;        // [rows, in]
+  const void* weight;   // [width, in]
+  const void* bias;     // [width] or null
+  void* out;            // [rows, width]
+  int64_t rows, in, width, next;
+};
+
 // One entry per dtype: float32, bfloat16. Each is run by all threads at once and takes work by tickets.
 struct Kernels {
   int lanes;
   void (*add_norm[2])(void*);
-  void (*silu_mul[2])(void*);
+  void (*gated[2])(void*);
+  void (*linear[2])(void*);
   void (*quantize_rows[2])(void*);
   void (*scale_rows[2])(void*);
   void (*rotate_and_write[2])(void*);

@@ -35,7 +35,7 @@ class _Struct(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("block_size", "block_bytes", "slot_bytes", "tile_queries", "scratch_floats")
         ],
-        *[(name, ctypes.c_int64) for name in ("window", "format")],
+        *[(name, ctypes.c_int64) for name in ("window", "format", "num_threads")],
         *[(name, ctypes.c_void_p) for name in ("first_token", "num_queries", "start", "table_at", "tables")],
         *[(name, ctypes.c_void_p) for name in ("partials_at", "tile_row", "tile_first", "slots")],
         *[(name, ctypes.c_void_p) for name in ("scratch", "partials", "pending")],
@@ -61,7 +61,6 @@ class _Plan:
     """Of all layers with the same query heads and window."""
 
     struct: _Struct
-    num_threads: int
     arrays: list[Ints]
     """Keeps alive, like `memory`, what `struct` points to."""
     memory: list[torch.Tensor]
@@ -108,8 +107,7 @@ class Contexts:
         """
         num_tokens, width, head_dim = qkv.shape
         num_heads = width - 2 * self._geometry.num_kv_heads
-        key = num_heads, scoring.window or _NO_WINDOW
-        plan = self._plans.get(key) or self._prepare(*key)
+        plan = self._plan(num_heads, scoring.window)
         out = qkv.new_empty((num_tokens, num_heads, head_dim))
         self._lib.kvferry_attend(
             DTYPES[qkv.dtype],
@@ -123,9 +121,16 @@ class Contexts:
             scoring.softcap or 0.0,
             cache.data_ptr(),
             out.data_ptr(),
-            plan.num_threads,
         )
         return out
+
+    def address(self, num_heads: int, window: int | None) -> int:
+        """Of the C struct for so many query heads and this window; valid as long as this object is."""
+        return ctypes.addressof(self._plan(num_heads, window).struct)
+
+    def _plan(self, num_heads: int, window: int | None) -> _Plan:
+        key = num_heads, window or _NO_WINDOW
+        return self._plans.get(key) or self._prepare(*key)
 
     def _prepare(self, num_heads: int, window: int) -> _Plan:
         geometry = self._geometry
@@ -171,10 +176,11 @@ class Contexts:
             scratch_floats,
             window,
             FORMATS[geometry.format],
+            num_threads,
             *[array.ctypes.data for array in arrays],
             *[tensor.data_ptr() for tensor in memory],
         )
-        plan = self._plans[num_heads, window] = _Plan(struct, num_threads, arrays, memory)
+        plan = self._plans[num_heads, window] = _Plan(struct, arrays, memory)
         return plan
 
 

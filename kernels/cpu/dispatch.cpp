@@ -1,5 +1,5 @@
 // The C ABI: chooses the instruction set and the number of threads. dtype: 0 float32, 1 bfloat16.
-#include "api.h"
+#include "dispatch.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -29,15 +29,18 @@ __attribute__((constructor)) void find_levels() {
   levels[num_levels++] = &kvferry_baseline;
 }
 
-// The best that cuts `width` into pairs of vectors, or null.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+typedef int (*Count)();
+Parallel parallel = nullptr;
+Count count = nullptr;
+
+}  // namespace
+
 const Kernels* choose(int64_t width) {
   for (int i = first_level; i < num_levels; i++)
     if (width % (2 * levels[i]->lanes) == 0) return levels[i];
   return nullptr;
 }
-
-typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-Parallel parallel = nullptr;
 
 void run(void (*kernel)(void*), void* job, int threads) {
   if (threads > 1 && parallel) {
@@ -47,7 +50,7 @@ void run(void (*kernel)(void*), void* job, int threads) {
   }
 }
 
-}  // namespace
+int num_threads() { return parallel ? count() : 1; }
 
 EXPORT const char* kvferry_build() { return KVFERRY_BUILD; }
 
@@ -56,8 +59,12 @@ EXPORT int kvferry_levels() { return num_levels; }
 // For tests: leave out the best `level` instruction sets.
 EXPORT void kvferry_skip_levels(int level) { first_level = level < num_levels ? level : num_levels - 1; }
 
-// `GOMP_parallel` of the OpenMP that torch uses, so that both share one pool of threads. Without: one thread.
-EXPORT void kvferry_use_threads_of(void* gomp_parallel) { parallel = (Parallel)gomp_parallel; }
+// `GOMP_parallel` and `omp_get_num_threads` of the OpenMP that torch uses, so that both share one pool of threads.
+// Without: one thread.
+EXPORT void kvferry_use_threads_of(void* gomp_parallel, void* omp_get_num_threads) {
+  parallel = (Parallel)gomp_parallel;
+  count = (Count)omp_get_num_threads;
+}
 
 // Floats that one thread needs for a tile of `rows` queries x G.
 EXPORT int64_t kvferry_scratch_floats(int64_t rows, int64_t head_dim) {
@@ -75,11 +82,21 @@ EXPORT int kvferry_add_norm(int dtype, void* x, const void* delta, const void* w
   return 0;
 }
 
-EXPORT int kvferry_silu_mul(int dtype, const void* gate_up, void* out, int64_t rows, int64_t width, int threads) {
+EXPORT int kvferry_gated(int dtype, const void* gate_up, void* out, int64_t activation, int64_t rows, int64_t width,
+                         int threads) {
   const Kernels* kernels = choose(width);
   if (!kernels) return 1;
-  SiluMul job = {gate_up, out, rows, width, rows / (threads * 4) + 1, 0};
-  run(kernels->silu_mul[dtype], &job, threads);
+  Gated job = {gate_up, out, activation, rows, width, rows / (threads * 4) + 1, 0};
+  run(kernels->gated[dtype], &job, threads);
+  return 0;
+}
+
+EXPORT int kvferry_linear(int dtype, const void* x, const void* weight, const void* bias, void* out, int64_t rows, int64_t in,
+                          int64_t width, int threads) {
+  const Kernels* kernels = choose(in);
+  if (!kernels) return 1;
+  LinearRows job = {x, weight, bias, out, rows, in, width, 0};
+  run(kernels->linear[dtype], &job, threads);
   return 0;
 }
 
@@ -102,11 +119,11 @@ EXPORT int kvferry_scale_rows(int dtype, const float* y, const float* scales, co
 }
 
 EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, const void* q_norm,
-                          const void* k_norm, float eps, float scale, float softcap, void* cache, void* out,
-                          int threads) {
+                          const void* k_norm, float eps, float scale, float softcap, void* cache, void* out) {
   const Kernels* kernels = choose(contexts->head_dim);
   if (!kernels) return 1;
   Attend job = {contexts, qkv, angles, q_norm, k_norm, cache, out, eps, scale, softcap, 0, 0};
+  int threads = (int)contexts->num_threads;
   run(kernels->rotate_and_write[dtype], &job, contexts->num_tokens >= 8 ? threads : 1);
   job.next = job.joined = 0;
   run(kernels->attend[dtype], &job, threads);

@@ -2,13 +2,15 @@
 #include "attention.h"
 #include "quantize.h"
 #include "small.h"
+#include "standin.h"
 
 extern "C" {
 extern const Kernels KVFERRY_ISA;
 const Kernels KVFERRY_ISA = {
     W,
     {add_norm<float>, add_norm<bf16>},
-    {silu_mul<float>, silu_mul<bf16>},
+    {gated<float>, gated<bf16>},
+    {linear_rows<float>, linear_rows<bf16>},
     {quantize_rows<float>, quantize_rows<bf16>},
     {scale_rows<float>, scale_rows<bf16>},
     {rotate_and_write<float>, rotate_and_write<bf16>},

@@ -10,6 +10,8 @@ import ctypes
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""As in `api.h`."""
 _PARALLEL_ELEMENTS = 32_768
 """Less is done sooner by one thread than by waking others."""
 
@@ -38,12 +40,18 @@ def add_norm_(
     return out
 
 
-def silu_mul(lib: ctypes.CDLL, gate_up: torch.Tensor) -> torch.Tensor:
-    """As `kernels.activation.silu_mul`; gate_up: contiguous `[rows, 2·width]`."""
+def gated(lib: ctypes.CDLL, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """As `kernels.activation.gated`, for one of `ACTIVATIONS`; gate_up: contiguous `[rows, 2·width]`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
-    lib.kvferry_silu_mul(
-        DTYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), rows, width, threads_for(rows * width)
+    lib.kvferry_gated(
+        DTYPES[gate_up.dtype],
+        gate_up.data_ptr(),
+        out.data_ptr(),
+        ACTIVATIONS[activation],
+        rows,
+        width,
+        threads_for(rows * width),
     )
     return out
 

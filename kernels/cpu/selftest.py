@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.attention import Contexts, Geometry
-from kvferry.kernels.cpu.operations import DTYPES, add_norm_, silu_mul
+from kvferry.kernels.cpu.operations import DTYPES, add_norm_, gated
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
@@ -40,7 +40,7 @@ def _silu(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torc
     gate_up = (_wave(3, 128, step=0.7) * 4).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
     product = F.silu(gate) * up
-    return "silu", silu_mul(lib, gate_up) / 16, product / 16
+    return "silu", gated(lib, gate_up, "silu") / 16, product / 16
 
 
 def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torch.Tensor]:

@@ -44,19 +44,35 @@ void add_norm(void* arg) {
   }
 }
 
+// Both activations are x * sigmoid(something): tanh(u) = 2 * sigmoid(2u) - 1.
+template <Activation A>
+INLINE vf activate(vf x) {
+  vf u = A == kSilu ? x : x * (1.59576912f + 0.0713548163f * x * x);  // 2 sqrt(2 / pi) (x + 0.044715 x^3)
+  return x / (1.0f + exp(-u));
+}
+
+template <class T, Activation A>
+INLINE void gate(const T* gates, const T* ups, T* out, int64_t width) {
+  for (int64_t i = 0; i < width; i += 2 * W) {
+    vf a, b, ua, ub;
+    load2(gates + i, a, b);
+    load2(ups + i, ua, ub);
+    store2(out + i, activate<A>(a) * ua, activate<A>(b) * ub);
+  }
+}
+
 template <class T>
-void silu_mul(void* arg) {
-  SiluMul* job = (SiluMul*)arg;
+void gated(void* arg) {
+  Gated* job = (Gated*)arg;
   for (int64_t first; (first = take(&job->next, job->grain)) < job->rows;) {
     int64_t stop = first + job->grain < job->rows ? first + job->grain : job->rows;
     for (int64_t row = first; row < stop; row++) {
-      const T *gate = (const T*)job->gate_up + row * 2 * job->width, *up = gate + job->width;
+      const T *gates = (const T*)job->gate_up + row * 2 * job->width, *ups = gates + job->width;
       T* out = (T*)job->out + row * job->width;
-      for (int64_t i = 0; i < job->width; i += 2 * W) {
-        vf a, b, ua, ub;
-        load2(gate + i, a, b);
-        load2(up + i, ua, ub);
-        store2(out + i, a / (1.0f + exp(-a)) * ua, b / (1.0f + exp(-b)) * ub);
+      if (job->activation == kSilu) {
+        gate<T, kSilu>(gates, ups, out, job->width);
+      } else {
+        gate<T, kGeluTanh>(gates, ups, out, job->width);
       }
     }
   }

@@ -21,6 +21,7 @@ from kvferry.kernels.moe import GroupedLinear
 from kvferry.kernels.packing import Quantization
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
+from kvferry.runtime.model.compiled import CompiledLayers, compile_layers
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, LayerNorm, Norm, RMSNorm
 from kvferry.runtime.model.loader import Weights
 from kvferry.runtime.model.mla import LATENT_EPS, LatentAttention
@@ -47,6 +48,8 @@ class Decoder:
     norm: Norm
     head: Linear
     parallel: TensorParallel
+    compiled: CompiledLayers | None
+    """All `layers` in one call, if they can be."""
 
     def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
         """Final hidden states of the tokens of `sample_index`. `batches`: by block group. Mutates `storage`."""
@@ -57,13 +60,23 @@ class Decoder:
         if self.positions is not None:
             x.add_(self.positions.index_select(0, batch.positions))
         angles = [rotation.angles(batch.positions, self.dtype) for rotation in self.rotations]
+        if self.compiled is not None and self.compiled.takes(batches, storage):
+            delta: torch.Tensor | None = self.compiled.run(x, angles, batches)
+        else:
+            delta = self._one_by_one(x, angles, batches, storage)
+        wanted = batch.sample_index
+        return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
+
+    def _one_by_one(
+        self, x: torch.Tensor, angles: Sequence[torch.Tensor], batches: Sequence[Batch], storage: RankStorage
+    ) -> torch.Tensor | None:
+        """As `CompiledLayers.run`, for any kind of layers."""
         delta: torch.Tensor | None = None
         for layer, (_, group, place) in zip(self.layers, storage.places, strict=True):
             memory = storage.groups[group]
             slots, spans = memory.slots[place], memory.spans[place]
             delta = layer(x, delta, angles[layer.attention.rotation], batches[group], slots, spans)
-        wanted = batch.sample_index
-        return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
+        return delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[rows, vocab_size]`. Every rank must call it."""
@@ -104,6 +117,7 @@ def build_model(
         norm=builder.norm("norm"),
         head=head,
         parallel=parallel,
+        compiled=compile_layers(layers, dtype),
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import reference
-from kvferry.kernels.activation import silu_mul
+from kvferry.kernels.activation import gated, gelu_tanh
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu import attention, operations
 from kvferry.kernels.cpu.available import kernels_for, library
@@ -245,10 +245,11 @@ def test_small_operations(
     with without_best(level), threads(num_threads):
         torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), reference.rms_norm(x, weight, 1e-6), **bound)
         normed = add_norm_(x, delta, weight, 1e-6)
-        product = silu_mul(torch.cat((delta, up), dim=1))
+        products = [gated(torch.cat((delta, up), dim=1), name) for name in ("silu", "gelu_tanh")]
     assert torch.equal(x, total)
     torch.testing.assert_close(normed.double(), reference.rms_norm(total, weight, 1e-6), **bound)
-    torch.testing.assert_close(product.double(), reference.silu_mul(delta, up), **bound)
+    torch.testing.assert_close(products[0].double(), reference.silu_mul(delta, up), **bound)
+    torch.testing.assert_close(products[1].double(), gelu_tanh(delta.double()) * up.double(), **bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -259,9 +260,9 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
             x = torch.ones(1, 64, dtype=dtype)
             x[0, 5] = float("nan")
             assert rms_norm(x, torch.ones(64, dtype=dtype), 1e-6).isnan().all()
-            assert silu_mul(x).isnan().sum() == 1
+            assert gated(x, "silu").isnan().sum() == 1
             big = torch.tensor([[-3e38, -100.0, 100.0, 3e38, 0, 0, 0, 0, *[1.0] * 8]], dtype=dtype)
-            assert torch.equal(silu_mul(big)[0, :5], torch.tensor([0.0, 0.0, 100.0, 3e38, 0.0], dtype=dtype))
+            assert torch.equal(gated(big, "silu")[0, :5], torch.tensor([0.0, 0.0, 100.0, 3e38, 0.0], dtype=dtype))
 
 
 def test_dtypes_and_widths_without_kernels_take_the_path_of_torch() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import reference
-from kvferry.kernels.activation import silu_mul
+from kvferry.kernels.activation import gated
 from kvferry.kernels.attention import Scoring, causal_attention
 from kvferry.kernels.linear import PackedLinear, can_prepack
 from kvferry.kernels.norm import add_norm_, rms_norm
@@ -181,7 +181,7 @@ def test_small_operations(rows: int, width: int, dtype: torch.dtype, scale: floa
     weight = torch.randn(width, generator=generator).to(dtype)
     bound: dict[str, Any] = {"rtol": 2e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
     with torch_alone():
-        normed, total, product = rms_norm(x, weight, 1e-6), x.clone(), silu_mul(torch.cat((x, x.flip(0)), dim=1))
+        normed, total, product = rms_norm(x, weight, 1e-6), x.clone(), gated(torch.cat((x, x.flip(0)), dim=1), "silu")
         of_sum = add_norm_(total, x, weight, 1e-6)
     torch.testing.assert_close(normed.double(), reference.rms_norm(x, weight, 1e-6), **bound)
     assert torch.equal(total, x + x)
