@@ -101,6 +101,23 @@ EXPORT int kvferry_scale_rows(int dtype, const float* y, const float* scales, co
   return 0;
 }
 
+// Of a weight [out_width, in]; in: a multiple of what 32 bits hold.
+EXPORT int64_t kvferry_packed_linear_bytes(int dtype, int64_t out_width, int64_t in) {
+  return (out_width + kPanel - 1) / kPanel * kPanel * in * (dtype ? 2 : 4);
+}
+
+EXPORT void kvferry_pack_linear(int dtype, const void* weight, void* packed, int64_t out_width, int64_t in, int threads) {
+  PackLinear job = {(const uint32_t*)weight, (uint32_t*)packed, dtype ? in / 2 : in, out_width, 0};
+  run(levels[first_level]->pack_linear, &job, threads);
+}
+
+// Strides from row to row, in elements; x's a multiple of what 32 bits hold.
+EXPORT void kvferry_linear(int dtype, const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                           int64_t in, int64_t out_width, int64_t x_stride, int64_t out_stride, int threads) {
+  LinearRows job = {x, packed, bias, out, rows, in, out_width, x_stride, out_stride, 0};
+  run(levels[first_level]->linear[dtype], &job, threads);
+}
+
 EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, const void* q_norm,
                           const void* k_norm, float eps, float scale, float softcap, void* cache, void* out,
                           int threads) {

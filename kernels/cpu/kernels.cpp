@@ -1,5 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with KVFERRY_ISA as the name of the table.
 #include "attention.h"
+#include "linear.h"
 #include "quantize.h"
 #include "small.h"
 
@@ -11,6 +12,8 @@ const Kernels KVFERRY_ISA = {
     {silu_mul<float>, silu_mul<bf16>},
     {quantize_rows<float>, quantize_rows<bf16>},
     {scale_rows<float>, scale_rows<bf16>},
+    pack_linear,
+    {linear<float>, linear<bf16>},
     {rotate_and_write<float>, rotate_and_write<bf16>},
     {attend<float>, attend<bf16>},
 };
