@@ -6,6 +6,7 @@
 
 enum { kChunk = 128 };  // Positions attended to at once; the softmax of a query is put together from whole chunks.
 enum { kTileRows = 96 };  // Queries x G computed at once against a chunk, or one query if G is larger.
+enum { kPanel = 32 };  // Outputs side by side in a packed weight.
 
 // The contexts of one step's rows; the same for all layers. Mirrored in attention.py.
 struct Contexts {
@@ -75,12 +76,19 @@ struct ScaleRows {
   int64_t rows, width, grain, next;
 };
 
+// in: a multiple of what a 32-bit unit holds, as are the strides.
 struct LinearRows {
-  const void* x;        // [rows, in]
-  const void* weight;   // [width, in]
-  const void* bias;     // [width] or null
-  void* out;            // [rows, width]
-  int64_t rows, in, width, next;
+  const void* x;       // [rows, in], x_stride from row to row
+  const void* weight;  // packed, see linear.h
+  const void* bias;    // [out_width] or null
+  void* out;           // [rows, out_width], out_stride from row to row
+  int64_t rows, in, out_width, x_stride, out_stride, next;
+};
+
+struct PackLinear {
+  const uint32_t* weight;  // [out_width, units]
+  uint32_t* packed;
+  int64_t units, out_width, next;
 };
 
 // One entry per dtype: float32, bfloat16. Each is run by all threads at once and takes work by tickets.
@@ -88,9 +96,10 @@ struct Kernels {
   int lanes;
   void (*add_norm[2])(void*);
   void (*gated[2])(void*);
-  void (*linear[2])(void*);
   void (*quantize_rows[2])(void*);
   void (*scale_rows[2])(void*);
+  void (*pack_linear)(void*);
+  void (*linear[2])(void*);
   void (*rotate_and_write[2])(void*);
   void (*attend[2])(void*);
 };

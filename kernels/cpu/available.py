@@ -25,6 +25,12 @@ def kernels_for(x: torch.Tensor, width: int) -> ctypes.CDLL | None:
     return library() if x.dtype in DTYPES and x.device.type == "cpu" and width % _ALIGNMENT == 0 else None
 
 
+def kernels_of(weight: torch.Tensor) -> ctypes.CDLL | None:
+    """The kernels, if they multiply with such a weight `[out, in]`: whole 32-bit units of inputs."""
+    fits = weight.dtype in DTYPES and weight.device.type == "cpu" and weight.shape[1] * weight.element_size() % 4 == 0
+    return library() if fits else None
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """None where the kernels are turned off, missing or wrong."""

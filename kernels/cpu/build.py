@@ -25,10 +25,10 @@ _HEADERS = (
     "attention.h",
     "dispatch.h",
     "formats.h",
+    "linear.h",
     "program.h",
     "quantize.h",
     "small.h",
-    "standin.h",
     "vec.h",
 )
 SOURCES = (*_HEADERS, "kernels.cpp", *_UNITS)

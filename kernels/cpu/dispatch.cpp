@@ -91,15 +91,6 @@ EXPORT int kvferry_gated(int dtype, const void* gate_up, void* out, int64_t acti
   return 0;
 }
 
-EXPORT int kvferry_linear(int dtype, const void* x, const void* weight, const void* bias, void* out, int64_t rows, int64_t in,
-                          int64_t width, int threads) {
-  const Kernels* kernels = choose(in);
-  if (!kernels) return 1;
-  LinearRows job = {x, weight, bias, out, rows, in, width, 0};
-  run(kernels->linear[dtype], &job, threads);
-  return 0;
-}
-
 EXPORT int kvferry_quantize_rows(int dtype, const void* x, uint8_t* out, float* scales, int64_t rows, int64_t width,
                                  int threads) {
   const Kernels* kernels = choose(width);
@@ -116,6 +107,23 @@ EXPORT int kvferry_scale_rows(int dtype, const float* y, const float* scales, co
   ScaleRows job = {y, scales, bias, out, rows, width, rows / (threads * 4) + 1, 0};
   run(kernels->scale_rows[dtype], &job, threads);
   return 0;
+}
+
+// Of a weight [out_width, in]; in: a multiple of what 32 bits hold.
+EXPORT int64_t kvferry_packed_linear_bytes(int dtype, int64_t out_width, int64_t in) {
+  return (out_width + kPanel - 1) / kPanel * kPanel * in * (dtype ? 2 : 4);
+}
+
+EXPORT void kvferry_pack_linear(int dtype, const void* weight, void* packed, int64_t out_width, int64_t in, int threads) {
+  PackLinear job = {(const uint32_t*)weight, (uint32_t*)packed, dtype ? in / 2 : in, out_width, 0};
+  run(levels[first_level]->pack_linear, &job, threads);
+}
+
+// Strides from row to row, in elements; x's a multiple of what 32 bits hold.
+EXPORT void kvferry_linear(int dtype, const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                           int64_t in, int64_t out_width, int64_t x_stride, int64_t out_stride, int threads) {
+  LinearRows job = {x, packed, bias, out, rows, in, out_width, x_stride, out_stride, 0};
+  run(levels[first_level]->linear[dtype], &job, threads);
 }
 
 EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, const void* q_norm,

@@ -2,7 +2,7 @@
 #pragma once
 #include "api.h"
 
-// The best instruction set that cuts `width` into pairs of vectors, or null.
+// The best instruction set that cuts `width` into pairs of vectors, or null. 0: the best of all.
 const Kernels* choose(int64_t width);
 
 // Runs the kernel by so many threads, or by fewer if OpenMP has no more to give.

@@ -1,8 +1,8 @@
 // All kernels for one instruction set: compiled once for each, with KVFERRY_ISA as the name of the table.
 #include "attention.h"
+#include "linear.h"
 #include "quantize.h"
 #include "small.h"
-#include "standin.h"
 
 extern "C" {
 extern const Kernels KVFERRY_ISA;
@@ -10,9 +10,10 @@ const Kernels KVFERRY_ISA = {
     W,
     {add_norm<float>, add_norm<bf16>},
     {gated<float>, gated<bf16>},
-    {linear_rows<float>, linear_rows<bf16>},
     {quantize_rows<float>, quantize_rows<bf16>},
     {scale_rows<float>, scale_rows<bf16>},
+    pack_linear,
+    {linear<float>, linear<bf16>},
     {rotate_and_write<float>, rotate_and_write<bf16>},
     {attend<float>, attend<bf16>},
 };

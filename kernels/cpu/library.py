@@ -20,8 +20,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_gated": (_INT, [_INT, _P, _P, _I64, _I64, _I64, _INT]),
     "kvferry_quantize_rows": (_INT, [_INT, _P, _P, _P, _I64, _I64, _INT]),
     "kvferry_scale_rows": (_INT, [_INT, _P, _P, _P, _P, _I64, _I64, _INT]),
+    "kvferry_packed_linear_bytes": (_I64, [_INT, _I64, _I64]),
+    "kvferry_pack_linear": (None, [_INT, _P, _P, _I64, _I64, _INT]),
+    "kvferry_linear": (None, [_INT, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64, _INT]),
     "kvferry_attend": (_INT, [_INT, _P, _P, _P, _P, _P, _FLOAT, _FLOAT, _FLOAT, _P, _P]),
-    "kvferry_linear": (_INT, [_INT, _P, _P, _P, _P, _I64, _I64, _I64, _INT]),
     "kvferry_run": (None, [_P, _I64, _P, _INT, _INT]),
 }
 REMEDY = "build them with `python -m kvferry.kernels.cpu.build`"

@@ -102,9 +102,8 @@ bool prepare(Run& run, const Op& op) {
                           rows, op.width, grain(run, rows), 0};
       return rows * op.width >= kShared;
     case kLinearOp:
-      kernels = choose(op.in);
-      run.kernel = kernels->linear[run.dtype];
-      run.job.linear = {x, op.weight, op.bias, out, rows, op.in, op.width, 0};
+      run.kernel = choose(0)->linear[run.dtype];
+      run.job.linear = {x, op.weight, op.bias, out, rows, op.in, op.width, op.in, op.width, 0};
       return rows * op.in * op.width >= kShared;
     case kGatedOp:
       kernels = choose(op.width);

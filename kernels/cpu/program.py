@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.kernels.attention import Scoring
+from kvferry.kernels.cpu.linear import Packed
 from kvferry.kernels.cpu.operations import ACTIVATIONS, DTYPES
 
 NUM_BUFFERS, MAX_ATTENTIONS = 4, 8
@@ -63,10 +64,9 @@ class Program:
             eps=eps,
         )
 
-    def linear(self, x: int, weight: torch.Tensor, bias: torch.Tensor | None, out: int) -> None:
-        width, in_width = weight.shape
-        pointers = {"weight": self._pointer(weight), "bias": self._pointer(bias)}
-        self._add(kind=_LINEAR, x=x, out=out, in_width=in_width, width=width, **pointers)
+    def linear(self, x: int, packed: Packed, bias: torch.Tensor | None, out: int) -> None:
+        pointers = {"weight": self._pointer(packed.weight), "bias": self._pointer(bias)}
+        self._add(kind=_LINEAR, x=x, out=out, in_width=packed.inputs, width=packed.outputs, **pointers)
 
     def gated(self, x: int, width: int, activation: str, out: int) -> None:
         """`activation` is one of `operations.ACTIVATIONS`; width: of `out`, half of x's."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.attention import Contexts, Geometry
+from kvferry.kernels.cpu.linear import Packed
 from kvferry.kernels.cpu.operations import DTYPES, add_norm_, gated
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
@@ -19,7 +20,12 @@ def wrong_results(lib: ctypes.CDLL) -> list[str]:
     """What disagrees: names of operations with their dtypes."""
     wrong = []
     for dtype in DTYPES:
-        for name, got, expected in (_norm(lib, dtype), _silu(lib, dtype), _attention(lib, dtype)):
+        for name, got, expected in (
+            _norm(lib, dtype),
+            _silu(lib, dtype),
+            _linear(lib, dtype),
+            _attention(lib, dtype),
+        ):
             if not torch.allclose(got.float(), expected, rtol=0, atol=_TOLERANCE[dtype]):
                 wrong.append(f"{name} in {str(dtype).removeprefix('torch.')}")
     return wrong
@@ -41,6 +47,11 @@ def _silu(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torc
     gate, up = gate_up.float().chunk(2, dim=1)
     product = F.silu(gate) * up
     return "silu", gated(lib, gate_up, "silu") / 16, product / 16
+
+
+def _linear(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torch.Tensor]:
+    x, weight = _wave(13, 64, step=0.7).to(dtype), (_wave(40, 64, step=1.1) / 8).to(dtype)
+    return "linear", Packed(lib, weight)(x, x[0, :40]), F.linear(x.float(), weight.float(), x[0, :40].float())
 
 
 def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torch.Tensor]:

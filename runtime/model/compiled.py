@@ -20,7 +20,7 @@ import torch
 from kvferry.kernels.cpu.available import kernels_for
 from kvferry.kernels.cpu.operations import ACTIVATIONS
 from kvferry.kernels.cpu.program import MAX_ATTENTIONS, Program
-from kvferry.kernels.linear import Linear, NativeLinear
+from kvferry.kernels.linear import Linear, PackedLinear
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, Norm, RMSNorm
@@ -103,6 +103,8 @@ class CompiledLayers:
             self._norm(layer.attention_post_norm, _Y, None)
         self._norm(layer.mlp_norm, _X, _Y)
         inner = self._linear(mlp.up, _Y, _WIDE) // 2
+        if kernels_for(layer.mlp_norm.weight, inner) is None:
+            raise _NotPlain
         self._program.gated(_WIDE, inner, mlp.activation, _INNER)
         self._linear(mlp.down, _INNER, _Y)
         if layer.mlp_post_norm is not None:
@@ -110,18 +112,18 @@ class CompiledLayers:
         return attend, attention.num_heads, attention.scoring.window
 
     def _norm(self, norm: Norm, x: int, delta: int | None) -> None:
-        if not isinstance(norm, RMSNorm):
+        if not isinstance(norm, RMSNorm) or kernels_for(norm.weight, len(norm.weight)) is None:
             raise _NotPlain
         self._program.add_norm(x, delta, norm.weight, norm.eps, _Y)
 
     def _linear(self, linear: Linear, x: int, out: int) -> int:
         """Returns its number of outputs."""
-        if not isinstance(linear, NativeLinear) or kernels_for(linear.weight, linear.weight.shape[1]) is None:
+        if not isinstance(linear, PackedLinear) or (packed := linear.packed) is None:
             raise _NotPlain
-        width, in_width = linear.weight.shape
-        self._widths[x], self._widths[out] = max(self._widths[x], in_width), max(self._widths[out], width)
-        self._program.linear(x, linear.weight, linear.bias, out)
-        return width
+        self._widths[x] = max(self._widths[x], packed.inputs)
+        self._widths[out] = max(self._widths[out], packed.outputs)
+        self._program.linear(x, packed, linear.bias, out)
+        return packed.outputs
 
     def _attention(self, attention: Attention) -> int:
         norms, eps = None, 0.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.kernels import reference
 from kvferry.kernels.activation import gated, gelu_tanh
 from kvferry.kernels.attention import Scoring
-from kvferry.kernels.cpu import attention, operations
+from kvferry.kernels.cpu import attention
 from kvferry.kernels.cpu.available import kernels_for, library
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import inverse_frequencies, rope_angles
@@ -24,26 +22,12 @@ from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
 from kvferry.runtime.step import Row
-from tests.support.kernels import num_levels, torch_alone, without_best
+from tests.support.kernels import num_levels, threads, torch_alone, without_best
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built or are turned off")
 
 DTYPES = [torch.float32, torch.bfloat16]
 LEVELS = st.integers(0, num_levels() - 1)
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many, however little there is to do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operations, "_PARALLEL_ELEMENTS", 0)
-            patch.setattr(attention, "_PARALLEL_SCORES", 0)
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
