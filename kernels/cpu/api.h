@@ -23,6 +23,7 @@ struct Contexts {
   const int64_t* table_at;       // [R] where the row's blocks begin in `tables`
   const int64_t* tables;         // blocks of all rows
   const int64_t* partials_at;    // [R] first of the row's chunks in `partials`
+  const int64_t* positions;      // [T]
   const int64_t* tile_row;       // [tiles]
   const int64_t* tile_first;     // [tiles] first query; of a row with one query: the chunk
   const int64_t* slots;          // [T] slot of a token's key head 0, counted from the layer's first in block 0
@@ -34,19 +35,29 @@ struct Contexts {
 struct Attend {
   const Contexts* contexts;
   void* qkv;            // [T, H + 2N, D]; queries are rotated in place
-  const void* angles;   // [2, T, D/2]
+  const void* angles;   // [2, num_angles, D/2]: cos and sin by position
   const void* q_norm;   // [D] or null
   const void* k_norm;   // [D] or null
   void* cache;          // this layer of block 0
   void* out;            // [T, H, D]
   float eps;
   float scale, softcap;  // scores = softcap * tanh(scale * q k / softcap); 0: not capped
+  int64_t num_angles;
   int64_t next, joined;  // tickets: work to do, threads that came
 };
 
+struct Embed {
+  const int64_t* token_ids;  // [rows]
+  const void* table;    // [vocab, width]
+  void* out;            // [rows, width]
+  float scale;
+  int64_t vocab, rows, width, grain, next;
+};
+
 struct AddNorm {
-  void* x;              // [rows, width]; delta is added in place
-  const void* delta;    // [rows, width] or null
+  void* x;              // [·, width]; delta is added in place
+  const void* delta;    // [·, width] or null
+  const int64_t* index;  // [rows] which rows of x and delta; null: all
   const void* weight;   // [width]
   void* out;            // [rows, width]
   float eps;
@@ -59,6 +70,19 @@ struct Gated {
   const void* gate_up;  // [rows, 2 * width]
   void* out;            // [rows, width]
   int64_t activation, rows, width, grain, next;
+};
+
+struct Argmax {
+  const void* x;        // [rows, width]
+  float* values;        // [rows] the largest, NaN if any is
+  int64_t* ids;         // [rows] the first that is so large
+  int64_t rows, width, next;
+};
+
+struct SumParts {
+  const void* parts;    // [size, count], stride_bytes from one to the next
+  void* out;            // [count]
+  int64_t size, stride_bytes, count;
 };
 
 struct QuantizeRows {
@@ -82,6 +106,7 @@ struct LinearRows {
   const void* weight;  // packed, see linear.h
   const void* bias;    // [out_width] or null
   void* out;           // [rows, out_width], out_stride from row to row
+  const void* after;   // what will be read next, or null
   int64_t rows, in, out_width, x_stride, out_stride, next;
 };
 
@@ -94,8 +119,11 @@ struct PackLinear {
 // One entry per dtype: float32, bfloat16. Each is run by all threads at once and takes work by tickets.
 struct Kernels {
   int lanes;
+  void (*embed[2])(void*);
   void (*add_norm[2])(void*);
   void (*gated[2])(void*);
+  void (*argmax[2])(void*);
+  void (*sum_parts[2])(void*);  // by one thread
   void (*quantize_rows[2])(void*);
   void (*scale_rows[2])(void*);
   void (*pack_linear)(void*);

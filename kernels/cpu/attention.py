@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,7 @@ class _Struct(ctypes.Structure):
         ],
         *[(name, ctypes.c_int64) for name in ("window", "format", "num_threads")],
         *[(name, ctypes.c_void_p) for name in ("first_token", "num_queries", "start", "table_at", "tables")],
-        *[(name, ctypes.c_void_p) for name in ("partials_at", "tile_row", "tile_first", "slots")],
+        *[(name, ctypes.c_void_p) for name in ("partials_at", "positions", "tile_row", "tile_first", "slots")],
         *[(name, ctypes.c_void_p) for name in ("scratch", "partials", "pending")],
     ]
 
@@ -56,14 +57,22 @@ class Geometry:
     """One of `FORMATS`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Of all layers with the same query heads and window."""
+class Workspace:
+    """Memory for the kernels while they attend. Grows to what the largest step needs; one step uses it at a time."""
 
-    struct: _Struct
-    arrays: list[Ints]
-    """Keeps alive, like `memory`, what `struct` points to."""
-    memory: list[torch.Tensor]
+    def __init__(self) -> None:
+        self._scratch = self._partials = torch.empty(0)
+        self._pending = torch.zeros(0, dtype=torch.int32)  # zero between calls
+
+    def fit(self, scratch: int, partials: int, pending: int) -> list[torch.Tensor]:
+        """At least so many elements of each."""
+        if len(self._scratch) < scratch:
+            self._scratch = torch.empty(scratch)
+        if len(self._partials) < partials:
+            self._partials = torch.empty(partials)
+        if len(self._pending) < pending:
+            self._pending = torch.zeros(pending, dtype=torch.int32)
+        return [self._scratch, self._partials, self._pending]
 
 
 class Contexts:
@@ -72,22 +81,44 @@ class Contexts:
     def __init__(
         self,
         lib: ctypes.CDLL,
-        tables: Sequence[Ints],
-        num_queries: Ints,
-        start: Ints,
-        slots: Ints,
+        tables: Sequence[Sequence[int]],
+        num_queries: Sequence[int],
+        start: Sequence[int],
         geometry: Geometry,
+        workspace: Workspace,
     ) -> None:
-        """Per row: its blocks `tables`, how many tokens it has here, and the position of their first `[R]`.
+        """Per row: its blocks `tables`, how many tokens it has here, and the position of their first.
 
         What lies in `tables` before a layer's window is not looked at when that layer attends.
-
-        slots: per token, counted from the layer's first slot in block 0, where its first key head goes `[T]`.
         """
-        self._lib = lib
-        self._num_queries, self._start, self._slots = num_queries, start, np.ascontiguousarray(slots)
-        self._tables, self._geometry = tables, geometry
-        self._plans: dict[tuple[int, int], _Plan] = {}
+        self._lib, self._geometry, self._workspace = lib, geometry, workspace
+        self._rows, self._tokens = len(num_queries), sum(num_queries)
+        self._most_chunks = (sum(start) + self._tokens) // _CHUNK + self._rows
+        lengths = [len(table) for table in tables]
+        blocks = np.fromiter(chain.from_iterable(tables), np.int64, sum(lengths))
+        of_rows = np.array([_ends_before(num_queries), num_queries, start, _ends_before(lengths)], dtype=np.int64)
+        of_tokens = np.empty((2, self._tokens), dtype=np.int64)
+        self.positions: Ints = of_tokens[0]
+        """`[T]`."""
+        self._base = _Struct(
+            num_tokens=self._tokens,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            block_size=geometry.block_size,
+            block_bytes=geometry.block_bytes,
+            slot_bytes=geometry.slot_bytes,
+            format=FORMATS[geometry.format],
+            tables=blocks.ctypes.data,
+        )
+        at, step = of_rows.ctypes.data, self._rows * 8
+        for i, name in enumerate(("first_token", "num_queries", "start", "table_at")):
+            setattr(self._base, name, at + i * step)
+        self._base.positions = at = of_tokens.ctypes.data
+        self._base.slots = at + self._tokens * 8
+        lib.kvferry_place_tokens(ctypes.byref(self._base), self._rows, self._base.positions, self._base.slots)
+        self._structs: dict[tuple[int, int], _Struct] = {}
+        self._kept: list[object] = [blocks, of_rows, of_tokens]
+        """What the structs point to."""
 
     def attend(
         self,
@@ -101,19 +132,19 @@ class Contexts:
     ) -> torch.Tensor:
         """Norms and rotates queries and keys, stores keys and values, attends. Returns `[T, H, D]`.
 
-        qkv: contiguous `[T, H + 2N, D]`, overwritten; angles: `[2, T, 1, D/2]`, as `rope_angles` gives them, of the
-        same dtype; q_norm, k_norm: weights `[D]` of norms over each head, or None. Mutates `cache`, of which only the
-        start matters: the layer's first slot in block 0.
+        qkv: contiguous `[T, H + 2N, D]`, overwritten; angles: `[2, positions, 1, D/2]`, as `rope_angles` gives them for
+        all positions from 0, of the same dtype; q_norm, k_norm: weights `[D]` of norms over each head, or None. Mutates
+        `cache`, of which only the start matters: the layer's first slot in block 0.
         """
         num_tokens, width, head_dim = qkv.shape
         num_heads = width - 2 * self._geometry.num_kv_heads
-        plan = self._plan(num_heads, scoring.window)
         out = qkv.new_empty((num_tokens, num_heads, head_dim))
         self._lib.kvferry_attend(
             DTYPES[qkv.dtype],
-            ctypes.byref(plan.struct),
+            self.address(num_heads, scoring.window),
             qkv.data_ptr(),
             angles.data_ptr(),
+            angles.shape[1],
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             eps,
@@ -126,64 +157,32 @@ class Contexts:
 
     def address(self, num_heads: int, window: int | None) -> int:
         """Of the C struct for so many query heads and this window; valid as long as this object is."""
-        return ctypes.addressof(self._plan(num_heads, window).struct)
-
-    def _plan(self, num_heads: int, window: int | None) -> _Plan:
         key = num_heads, window or _NO_WINDOW
-        return self._plans.get(key) or self._prepare(*key)
+        return ctypes.addressof(self._structs.get(key) or self._prepare(*key))
 
-    def _prepare(self, num_heads: int, window: int) -> _Plan:
-        geometry = self._geometry
-        kv_heads, head_dim = geometry.num_kv_heads, geometry.head_dim
+    def _prepare(self, num_heads: int, window: int) -> _Struct:
+        kv_heads, head_dim = self._geometry.num_kv_heads, self._geometry.head_dim
         group = num_heads // kv_heads
         tile_queries = max(1, _TILE_ROWS // group)
-        single = self._num_queries == 1
-        first_chunk = np.maximum(self._start - window + 1, 0) // _CHUNK
-        chunks = (self._start + self._num_queries - 1) // _CHUNK + 1 - first_chunk
-        tiles = np.where(single, chunks, -(-self._num_queries // tile_queries))
-        tile_row = np.repeat(np.arange(len(tiles)), tiles)
-        within = (np.cumsum(tiles)[tile_row] - 1) - np.arange(len(tile_row))  # the longest of a row first
-        split = np.where(single & (chunks > 1), chunks, 0)
-        arrays = [
-            _ends_before(self._num_queries),
-            self._num_queries,
-            self._start,
-            _ends_before(np.array([len(table) for table in self._tables])),
-            np.concatenate(self._tables),
-            _ends_before(split),
-            tile_row,
-            np.where(single[tile_row], first_chunk[tile_row] + within, within * tile_queries),
-            self._slots,
-        ]
-        seen = np.minimum(self._start + self._num_queries, window)
-        scores = int((self._num_queries * seen).sum()) * kv_heads
-        num_threads = torch.get_num_threads() if scores >= _PARALLEL_SCORES else 1
-        scratch_floats = self._lib.kvferry_scratch_floats(tile_queries * group, head_dim)
-        scratch = torch.empty((num_threads, scratch_floats))
-        partials = torch.empty((int(split.sum()), num_heads, head_dim + 2))
-        pending = torch.zeros((len(tiles), kv_heads), dtype=torch.int32)
-        memory = [scratch, partials, pending]
-        struct = _Struct(
-            len(self._slots),
-            len(tile_row),
-            num_heads,
-            kv_heads,
-            head_dim,
-            geometry.block_size,
-            geometry.block_bytes,
-            geometry.slot_bytes,
-            tile_queries,
-            scratch_floats,
-            window,
-            FORMATS[geometry.format],
-            num_threads,
-            *[array.ctypes.data for array in arrays],
-            *[tensor.data_ptr() for tensor in memory],
+        struct = self._structs[num_heads, window] = _Struct.from_buffer_copy(self._base)
+        struct.num_heads, struct.window, struct.tile_queries = num_heads, window, tile_queries
+        room = self._most_chunks + self._tokens // tile_queries + self._rows
+        tiles = np.empty(self._rows + 2 * room, dtype=np.int64)
+        scores = ctypes.c_int64()
+        split = self._lib.kvferry_cut_tiles(
+            ctypes.byref(struct), self._rows, tiles.ctypes.data, room, ctypes.byref(scores)
         )
-        plan = self._plans[num_heads, window] = _Plan(struct, arrays, memory)
-        return plan
+        num_threads = torch.get_num_threads() if scores.value >= _PARALLEL_SCORES else 1
+        scratch_floats = self._lib.kvferry_scratch_floats(tile_queries * group, head_dim)
+        memory = self._workspace.fit(
+            num_threads * scratch_floats, split * num_heads * (head_dim + 2), self._rows * kv_heads
+        )
+        struct.num_threads, struct.scratch_floats = num_threads, scratch_floats
+        struct.scratch, struct.partials, struct.pending = (tensor.data_ptr() for tensor in memory)
+        self._kept += [tiles, *memory]
+        return struct
 
 
-def _ends_before(counts: Ints) -> Ints:
+def _ends_before(counts: Sequence[int]) -> list[int]:
     """Where each of consecutive runs begins."""
-    return np.cumsum(counts) - counts
+    return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]

@@ -8,8 +8,11 @@ extern "C" {
 extern const Kernels KVFERRY_ISA;
 const Kernels KVFERRY_ISA = {
     W,
+    {embed<float>, embed<bf16>},
     {add_norm<float>, add_norm<bf16>},
     {gated<float>, gated<bf16>},
+    {argmax<float>, argmax<bf16>},
+    {sum_parts<float>, sum_parts<bf16>},
     {quantize_rows<float>, quantize_rows<bf16>},
     {scale_rows<float>, scale_rows<bf16>},
     pack_linear,

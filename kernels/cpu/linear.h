@@ -169,6 +169,8 @@ void linear(void* arg) {
     if (following < num_work) {
       int64_t panel = LinearWork(*job, following).panel;
       if (panel != work.panel) ahead = (const char*)panel_at(panel);
+    } else if (job->after) {
+      ahead = (const char*)job->after + (following - num_work) * units * kPanel * 4;
     }
     int64_t rows = work.stop - work.row, tiles = (rows + kTall - 1) / kTall;
     int64_t lines = (kStretch * kPanel * 4 / 64 + tiles - 1) / tiles;

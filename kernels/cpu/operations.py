@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -54,6 +55,15 @@ def gated(lib: ctypes.CDLL, gate_up: torch.Tensor, activation: str) -> torch.Ten
         threads_for(rows * width),
     )
     return out
+
+
+def argmax(lib: ctypes.CDLL, x: torch.Tensor) -> tuple[list[float], list[int]]:
+    """As `kernels.sampling.argmax`; x: contiguous `[rows, width]`."""
+    rows, width = x.shape
+    values, ids = np.empty(rows, dtype=np.float32), np.empty(rows, dtype=np.int64)
+    threads = min(rows, threads_for(rows * width // 8))
+    lib.kvferry_argmax(DTYPES[x.dtype], x.data_ptr(), rows, width, values.ctypes.data, ids.ctypes.data, threads)
+    return values.tolist(), ids.tolist()
 
 
 def quantize_rows(lib: ctypes.CDLL, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

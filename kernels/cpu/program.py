@@ -15,9 +15,18 @@ from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.linear import Packed
 from kvferry.kernels.cpu.operations import ACTIVATIONS, DTYPES
 
-NUM_BUFFERS, MAX_ATTENTIONS = 4, 8
+NUM_BUFFERS, MAX_ATTENTIONS = 5, 8
 """As in `program.h`."""
-_ADD_NORM, _LINEAR, _GATED, _ROTATE, _ATTEND = range(5)
+_EMBED, _ADD_NORM, _PICK, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE = range(8)
+
+
+class Exchange(ctypes.Structure):
+    """`Exchange` of `program.h`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("published", "data")],
+        *[(name, ctypes.c_int64) for name in ("rank", "size", "buffer_bytes", "timeout_ns", "seq", "late")],
+    ]
 
 
 class _Op(ctypes.Structure):
@@ -26,7 +35,7 @@ class _Op(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width", "activation")],
         *[(name, ctypes.c_int64) for name in ("contexts", "angles")],
-        *[(name, ctypes.c_void_p) for name in ("weight", "bias", "q_norm", "k_norm", "cache")],
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias", "after", "q_norm", "k_norm", "cache", "exchange")],
         *[(name, ctypes.c_float) for name in ("eps", "scale", "softcap")],
     ]
 
@@ -36,9 +45,13 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         ("rows", ctypes.c_int64),
+        ("num_wanted", ctypes.c_int64),
+        ("token_ids", ctypes.c_void_p),
+        ("wanted", ctypes.c_void_p),
         ("buffers", ctypes.c_void_p * NUM_BUFFERS),
         ("contexts", ctypes.c_void_p * MAX_ATTENTIONS),
         ("angles", ctypes.c_void_p * MAX_ATTENTIONS),
+        ("num_angles", ctypes.c_int64 * MAX_ATTENTIONS),
     ]
 
 
@@ -50,12 +63,19 @@ class Program:
         self._ops: list[_Op] = []
         self._list = (_Op * 0)()
         self._step = _Step()
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[object] = []
 
-    def add_norm(self, x: int, delta: int | None, weight: torch.Tensor, eps: float, out: int) -> None:
-        """`out` = norm of x, after delta, if any, was added to x."""
+    def embed(self, table: torch.Tensor, scale: float, out: int) -> None:
+        """Rows of the contiguous `table` for the step's tokens; those outside of it become NaN."""
+        vocab, width = table.shape
+        self._add(kind=_EMBED, out=out, in_width=vocab, width=width, weight=self._pointer(table), scale=scale)
+
+    def add_norm(
+        self, x: int, delta: int | None, weight: torch.Tensor, eps: float, out: int, *, wanted: bool = False
+    ) -> None:
+        """`out` = norm of x, after delta, if any, was added to x. wanted: of the step's wanted rows alone."""
         self._add(
-            kind=_ADD_NORM,
+            kind=_PICK if wanted else _ADD_NORM,
             x=x,
             delta=-1 if delta is None else delta,
             out=out,
@@ -97,8 +117,17 @@ class Program:
             )
         return len(self._ops) - 2
 
+    def reduce(self, x: int, width: int, exchange: Exchange) -> None:
+        """Sums x over the ranks of the group. If one is late, the rest is left out and `exchange.late` set."""
+        self._kept.append(exchange)
+        self._add(kind=_REDUCE, x=x, width=width, exchange=ctypes.addressof(exchange))
+
     def finish(self) -> None:
         """All operations are put down."""
+        after = None
+        for op in reversed(self._ops):
+            if op.kind == _LINEAR:
+                op.after, after = after, op.weight
         self._list = (_Op * len(self._ops))(*self._ops)
 
     def place(self, attention: int, contexts: int, cache: int) -> None:
@@ -107,17 +136,26 @@ class Program:
             op.contexts, op.cache = contexts, cache
 
     def run(
-        self, rows: int, buffers: Sequence[torch.Tensor], contexts: Sequence[int], angles: Sequence[torch.Tensor]
+        self,
+        token_ids: torch.Tensor,
+        wanted: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        contexts: Sequence[int],
+        angles: Sequence[torch.Tensor],
     ) -> None:
-        """Buffers hold `rows` rows of whatever operations put there. contexts: addresses (`Contexts.address`)."""
+        """token_ids, wanted: contiguous int64. Buffers hold as many rows of whatever operations put there.
+
+        contexts: addresses (`Contexts.address`); angles: by position, as `Contexts.attend` takes them.
+        """
         step = self._step
-        step.rows = rows
+        step.rows, step.num_wanted = len(token_ids), len(wanted)
+        step.token_ids, step.wanted = token_ids.data_ptr(), wanted.data_ptr()
         for i, buffer in enumerate(buffers):
             step.buffers[i] = buffer.data_ptr()
         for i, address in enumerate(contexts):
             step.contexts[i] = address
         for i, angle in enumerate(angles):
-            step.angles[i] = angle.data_ptr()
+            step.angles[i], step.num_angles[i] = angle.data_ptr(), angle.shape[1]
         self._lib.kvferry_run(self._list, len(self._list), ctypes.byref(step), self._dtype, torch.get_num_threads())
 
     def _add(self, **fields: float | None) -> None:

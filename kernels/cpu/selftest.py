@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
-from kvferry.kernels.cpu.attention import Contexts, Geometry
+from kvferry.kernels.cpu.attention import Contexts, Geometry, Workspace
 from kvferry.kernels.cpu.linear import Packed
 from kvferry.kernels.cpu.operations import DTYPES, add_norm_, gated
 
@@ -62,10 +61,7 @@ def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor,
     q, k, v = torch.split(qkv.float().transpose(0, 1), [heads, kv_heads, kv_heads])
     expected = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
     cache = torch.full((3, 2, kv_heads, size, dim), float("nan"), dtype=dtype)
-    table, position = np.array([2, 1, 0]), np.arange(tokens)
-    slots = table[position // size] * (2 * kv_heads * size) + position % size
-    counts, start = np.array([tokens]), np.array([0])
     stored, width = str(dtype).removeprefix("torch."), cache.element_size()
     geometry = Geometry(kv_heads, dim, size, dim * width, cache[0].numel() * width, stored)
-    contexts = Contexts(lib, [table], counts, start, slots, geometry)
+    contexts = Contexts(lib, [[2, 1, 0]], [tokens], [0], geometry, Workspace())
     return "attention", contexts.attend(qkv, angles, cache, Scoring(dim**-0.5)), expected.transpose(0, 1)

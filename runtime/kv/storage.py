@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.kernels.cpu.attention import Workspace
 from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.groups import KVGroups
@@ -39,6 +40,7 @@ class KVStorage:
         self.num_blocks = num_blocks
         slot, element = layout.block_shape[-1], getattr(torch, layout.format.element)
         self.format = SlotFormat(layout.dtype, dtype or getattr(torch, layout.dtype), layout.head_dim, slot)
+        self.workspace = Workspace()
         self.blocks = torch.empty((num_blocks, *layout.block_shape), dtype=element, device=device)
         self._heads = layout.planes * layout.rank_heads
         """Keys and values count as heads 0 … 2·rank_heads-1 of a layer, latents as its only one."""

@@ -8,9 +8,10 @@ window read only the blocks in it; what stands in a block table before may be `N
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import torch
 
 from kvferry.kernels.attention import PagedRows
 from kvferry.kernels.cpu.attention import FORMATS, Contexts, Geometry
-from kvferry.kernels.cpu.available import kernels_for
+from kvferry.kernels.cpu.available import kernels_with
 from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import NO_BLOCK, BlockId
@@ -67,32 +68,33 @@ class Batch:
     """int64 `[T]`."""
     positions: torch.Tensor
     """int64 `[T]`."""
+    num_positions: int
+    """More than any of them."""
     sample_index: torch.Tensor
     """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
     contexts: Contexts | None
     """Where the CPU kernels attend. All below is for torch's operations."""
     format: SlotFormat
-    write_index: torch.Tensor
-    """int64 `[T·2N]`: slots of the new keys and values."""
     gathers: Gathers
 
 
 class _Table:
     """One row's place in the batch."""
 
-    __slots__ = ("block_ids", "context", "index", "row")
+    __slots__ = ("block_ids", "context", "count", "index", "row")
 
     def __init__(self, index: int, row: Row, block_size: int) -> None:
         self.index = index
         self.row = row
-        self.context = row.start + len(row.token_ids)
+        self.count = len(row.token_ids)
+        self.context = row.start + self.count
         num_blocks = -(-self.context // block_size)
         if not row.token_ids or len(row.block_ids) < num_blocks:
             raise InvariantBroken(
                 f"row {index} of a plan: {len(row.token_ids)} tokens from position {row.start} "
                 f"do not fit its {len(row.block_ids)} blocks of {block_size}"
             )
-        self.block_ids = np.asarray(row.block_ids[:num_blocks], dtype=np.int64)
+        self.block_ids = row.block_ids[:num_blocks]
 
 
 def make_batches(rows: Sequence[Row], storage: RankStorage) -> list[Batch]:
@@ -112,50 +114,49 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
     """Raises `InvariantBroken` for a row without tokens or with too few blocks."""
     block_size, device = storage.layout.block_size, storage.blocks.device
     tables = [_Table(i, row, block_size) for i, row in enumerate(rows)]
-    decode = sorted((t for t in tables if len(t.row.token_ids) == 1), key=lambda t: -len(t.block_ids))
-    prefill = sorted((t for t in tables if len(t.row.token_ids) > 1), key=lambda t: t.row.start == 0)
+    decode = sorted((t for t in tables if t.count == 1), key=lambda t: -len(t.block_ids))
+    prefill = sorted((t for t in tables if t.count > 1), key=lambda t: t.row.start == 0)
     ordered = decode + prefill
-    positions = np.concatenate([np.arange(t.row.start, t.context) for t in ordered])
-    blocks = np.concatenate([t.block_ids[np.arange(t.row.start, t.context) // block_size] for t in ordered])
-    token_ids = np.concatenate([np.asarray(t.row.token_ids, dtype=np.int64) for t in ordered])
-    lengths = np.array([len(t.row.token_ids) for t in ordered])
-    stops = np.cumsum(lengths)
-    stop_of = {t.index: int(stop) for t, stop in zip(ordered, stops, strict=True)}
-    wanted = [range(stop_of[i] - row.num_samples, stop_of[i]) for i, row in enumerate(rows)]
-
-    write_index = storage.slot_index(blocks, positions % block_size)
-    lib = kernels_for(storage.blocks.new_empty(0, dtype=storage.format.dtype), storage.layout.head_dim)
-    if storage.format.name not in FORMATS or storage.layout.planes != 2:  # latents are torch's
-        lib = None
+    wanted: list[range] = [range(0)] * len(tables)
+    for table, stop in zip(ordered, accumulate(t.count for t in ordered), strict=True):
+        wanted[table.index] = range(stop - table.row.num_samples, stop)
+    contexts = _contexts(ordered, storage)
+    if contexts is None:
+        positions = np.concatenate([np.arange(t.row.start, t.context) for t in ordered])
+    else:
+        positions = contexts.positions
     return Batch(
-        token_ids=torch.from_numpy(token_ids).to(device),
+        token_ids=_tensor([t.row.token_ids for t in ordered], device),
         positions=torch.from_numpy(positions).to(device),
-        sample_index=torch.tensor([token for tokens in wanted for token in tokens], dtype=torch.int64, device=device),
-        contexts=None if lib is None else _contexts(lib, ordered, lengths, write_index, storage),
+        num_positions=max(t.context for t in tables),
+        sample_index=_tensor(wanted, device),
+        contexts=contexts,
         format=storage.format,
-        write_index=torch.from_numpy(write_index.reshape(-1)).to(device),
-        gathers=Gathers(decode, prefill, storage),
+        gathers=Gathers(decode, prefill, positions, storage),
     )
 
 
-def _contexts(
-    lib: ctypes.CDLL,
-    ordered: list[_Table],
-    lengths: npt.NDArray[np.int64],
-    write_index: npt.NDArray[np.int64],
-    storage: KVStorage,
-) -> Contexts:
-    layout = storage.layout
-    start = np.array([t.row.start for t in ordered])
+def _tensor(parts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """All parts one after the other, int64."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64)).to(device)
+
+
+def _contexts(ordered: list[_Table], storage: KVStorage) -> Contexts | None:
+    """None where the kernels do not know the device, the numbers or the format; latents are torch's too."""
+    layout, stored = storage.layout, storage.format
+    lib = kernels_with(stored.dtype, storage.blocks.device, layout.head_dim)
+    if lib is None or stored.name not in FORMATS or layout.planes != 2:
+        return None
     geometry = Geometry(
         num_kv_heads=layout.rank_heads,
         head_dim=layout.head_dim,
         block_size=layout.block_size,
         slot_bytes=layout.slot_bytes,
         block_bytes=layout.block_bytes,
-        format=storage.format.name,
+        format=stored.name,
     )
-    return Contexts(lib, [t.block_ids for t in ordered], lengths, start, write_index[:, 0], geometry)
+    tables, counts, starts = zip(*((t.block_ids, t.count, t.row.start) for t in ordered), strict=True)
+    return Contexts(lib, tables, counts, starts, geometry, storage.workspace)
 
 
 def _groups(num_blocks: Sequence[int]) -> list[int]:
@@ -177,11 +178,21 @@ def _groups(num_blocks: Sequence[int]) -> list[int]:
 class Gathers:
     """Finds the rows' contexts. What a batch gathers goes into the same memory, one part after the other."""
 
-    def __init__(self, decode: list[_Table], prefill: list[_Table], storage: KVStorage) -> None:
-        self._decode, self._prefill = decode, prefill
+    def __init__(
+        self, decode: list[_Table], prefill: list[_Table], positions: npt.NDArray[np.int64], storage: KVStorage
+    ) -> None:
+        self._decode, self._prefill, self._positions = decode, prefill, positions
         self._storage = storage
-        self._memory = storage.blocks.new_empty((0, storage.spans[0].shape[1]))
+        self._memory: torch.Tensor | None = None
         self._parts: dict[int | None, Parts] = {}
+
+    @cached_property
+    def write_index(self) -> torch.Tensor:
+        """int64 `[T·2N]`: slots of the new keys and values."""
+        size = self._storage.layout.block_size
+        ids = [np.asarray(t.block_ids)[np.arange(t.row.start, t.context) // size] for t in self._decode + self._prefill]
+        index = self._storage.slot_index(np.concatenate(ids), self._positions % size)
+        return torch.from_numpy(index.reshape(-1)).to(self._storage.blocks.device)
 
     def parts(self, window: int | None) -> Parts:
         """Made at the first call; the same for all layers with this window."""
@@ -235,13 +246,13 @@ class Gathers:
         first_seen = 0 if window is None else max(0, table.row.start - window + 1)
         skip = first_seen // self._storage.layout.block_size
         first_key = skip * self._storage.layout.block_size
-        return PrefixedPart(tokens, table.row.start, first_key, *self._context(table.block_ids[None, skip:]))
+        return PrefixedPart(tokens, table.row.start, first_key, *self._context(np.array([table.block_ids[skip:]])))
 
     def _context(self, block_ids: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Spans of the blocks `[R, S/B]`, and the memory to gather them into."""
         planes, heads = self._storage.layout.planes, self._storage.layout.rank_heads
         spans = self._storage.span_index(block_ids).reshape(*block_ids.shape, planes, heads).transpose(2, 0, 3, 1)
-        if spans.size > len(self._memory):
-            self._memory = self._memory.new_empty((spans.size, self._memory.shape[1]))
+        if self._memory is None or spans.size > len(self._memory):
+            self._memory = self._storage.blocks.new_empty((spans.size, self._storage.spans[0].shape[1]))
         index = torch.from_numpy(np.ascontiguousarray(spans).reshape(-1)).to(self._memory.device)
         return index, self._memory[: spans.size]

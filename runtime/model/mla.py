@@ -46,7 +46,7 @@ class LatentAttention:
         apply_rope_(q_THD[..., -rotated:], angles)
         latents_TW[:, :rank].copy_(self.kv_norm(latents_TW[:, :rank]))
         apply_rope_(latents_TW[:, None, rank:], angles)
-        write_kv(slots, batch.write_index, latents_TW[:, None])
+        write_kv(slots, batch.gathers.write_index, latents_TW[:, None])
         out = self._attend(q_THD, latents_TW, batch, spans)
         return self.output(out.flatten(1))
 

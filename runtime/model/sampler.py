@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvferry.kernels.sampling import argmax
 from kvferry.runtime.errors import DeviceError
 from kvferry.runtime.model.philox import Draw, gumbel
 from kvferry.runtime.request import Logprob, SamplingParams
@@ -37,13 +38,14 @@ def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[Sampl
 
     Raises `DeviceError` if a row has no largest number (the model computed NaN or infinity).
     """
-    raw = logits_RV.float()
-    largest, greedy = raw.max(dim=-1)
-    if not bool(largest.isfinite().all()):
-        raise DeviceError(f"logits are not finite in rows {(~largest.isfinite()).nonzero().flatten().tolist()}")
-    token_ids: list[int] = greedy.tolist()
+    largest, token_ids = argmax(logits_RV)
+    if broken := [r for r, value in enumerate(largest) if not math.isfinite(value)]:
+        raise DeviceError(f"logits are not finite in rows {broken}")
     edited = [r for r, one in enumerate(inputs) if _edits(one)]
     drawn = [r for r, one in enumerate(inputs) if one.params.temperature > 0.0]
+    if not edited and not drawn and all(one.params.logprobs is None for one in inputs):
+        return [SampledToken(token) for token in token_ids]
+    raw = logits_RV.float()
     if edited or drawn:
         _choose(raw, inputs, edited, drawn, token_ids)
     return _with_logprobs(raw, inputs, token_ids)

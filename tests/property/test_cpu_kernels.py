@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,7 @@ from kvferry.kernels.cpu import attention
 from kvferry.kernels.cpu.available import kernels_for, library
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import inverse_frequencies, rope_angles
+from kvferry.kernels.sampling import argmax
 from kvferry.runtime.ids import NO_BLOCK, BlockId
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
@@ -102,7 +104,7 @@ class Step:
         """Computes these rows in one batch; results in the same order."""
         batch = make_batch([self.rows[i] for i in rows], self.storage)
         qkv = torch.cat([self.qkv[i] for i in self._batch_order(rows)])
-        angles = rope_angles(batch.positions, self.frequencies, self.dtype)
+        angles = rope_angles(torch.arange(batch.num_positions), self.frequencies, self.dtype)
         assert batch.contexts is not None
         out = batch.contexts.attend(qkv, angles, self.storage.slots[self.layer], self.case.scoring, *self.norms, 1e-5)
         parts = out.split([len(self.qkv[i]) for i in self._batch_order(rows)])
@@ -234,6 +236,32 @@ def test_small_operations(
     torch.testing.assert_close(normed.double(), reference.rms_norm(total, weight, 1e-6), **bound)
     torch.testing.assert_close(products[0].double(), reference.silu_mul(delta, up), **bound)
     torch.testing.assert_close(products[1].double(), gelu_tanh(delta.double()) * up.double(), **bound)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    width=st.sampled_from([1, 7, 200, 512, 1009, 3000]),
+    distinct=st.sampled_from([1, 3, 10_000]),
+    dtype=st.sampled_from(DTYPES),
+    level=LEVELS,
+    num_threads=st.integers(1, 3),
+)
+def test_argmax_is_the_first_of_the_largest(
+    rows: int, width: int, distinct: int, dtype: torch.dtype, level: int, num_threads: int
+) -> None:
+    """Of equal logits the lower id wins, on every machine: another choice would change a resumed answer."""
+    generator = torch.Generator().manual_seed(rows * width)
+    x = torch.randint(-distinct, distinct + 1, (rows, width), generator=generator).to(dtype)
+    with without_best(level), threads(num_threads):
+        values, ids = argmax(x)
+        assert values == x.amax(dim=1).tolist()
+        assert ids == [row.tolist().index(value) for row, value in zip(x, values, strict=True)]
+        x[0, 0] = float("inf")
+        x[rows - 1, width - 1] = float("nan")
+        values, ids = argmax(x)
+    assert math.isnan(values[-1])
+    assert math.isinf(values[0]) or rows == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,7 +73,7 @@ def test_from_blocks(spans: list[tuple[int, int]], seed: int) -> None:
     of = {id(row): latents for row, latents in zip(rows, contexts, strict=True)}
     new = torch.cat([of[id(row)][row.start :] for row in ordered])
     q = torch.randn((len(new), HEADS, KEY + ROTATED), generator=generator)
-    write_kv(storage.slots[LAYER], batch.write_index, new[:, None])
+    write_kv(storage.slots[LAYER], batch.gathers.write_index, new[:, None])
     found, paged = batch.gathers.parts(None), storage.spans[LAYER]
     parts = [one.decode(q[part.tokens], paged, part.rows) for part in found.decode]
     parts += [
