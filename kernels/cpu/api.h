@@ -16,7 +16,8 @@ struct Contexts {
   int64_t scratch_floats;        // of each thread
   int64_t window;                // positions that a query sees, its own included
   int64_t format;                // of a slot, see formats.h
-  int64_t num_threads;           // for as many there is scratch memory
+  int64_t num_threads;           // that are worth to be woken for this
+  int64_t scores;                // queries times positions of all KV heads
   const int64_t* first_token;    // [R]
   const int64_t* num_queries;    // [R]
   const int64_t* start;          // [R] position of the first query
@@ -27,7 +28,7 @@ struct Contexts {
   const int64_t* tile_row;       // [tiles]
   const int64_t* tile_first;     // [tiles] first query; of a row with one query: the chunk
   const int64_t* slots;          // [T] slot of a token's key head 0, counted from the layer's first in block 0
-  float* scratch;                // [threads, scratch_floats]
+  float* scratch;                // [all threads, scratch_floats]
   float* partials;               // [chunks, N, G, D + 2]
   int32_t* pending;              // [R, N] chunks not yet attended to, zero between calls
 };

@@ -36,7 +36,7 @@ class _Struct(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("block_size", "block_bytes", "slot_bytes", "tile_queries", "scratch_floats")
         ],
-        *[(name, ctypes.c_int64) for name in ("window", "format", "num_threads")],
+        *[(name, ctypes.c_int64) for name in ("window", "format", "num_threads", "scores")],
         *[(name, ctypes.c_void_p) for name in ("first_token", "num_queries", "start", "table_at", "tables")],
         *[(name, ctypes.c_void_p) for name in ("partials_at", "positions", "tile_row", "tile_first", "slots")],
         *[(name, ctypes.c_void_p) for name in ("scratch", "partials", "pending")],
@@ -168,16 +168,14 @@ class Contexts:
         struct.num_heads, struct.window, struct.tile_queries = num_heads, window, tile_queries
         room = self._most_chunks + self._tokens // tile_queries + self._rows
         tiles = np.empty(self._rows + 2 * room, dtype=np.int64)
-        scores = ctypes.c_int64()
-        split = self._lib.kvferry_cut_tiles(
-            ctypes.byref(struct), self._rows, tiles.ctypes.data, room, ctypes.byref(scores)
-        )
-        num_threads = torch.get_num_threads() if scores.value >= _PARALLEL_SCORES else 1
+        split = self._lib.kvferry_cut_tiles(ctypes.byref(struct), self._rows, tiles.ctypes.data, room)
+        all_threads = torch.get_num_threads()
+        struct.num_threads = all_threads if struct.scores >= _PARALLEL_SCORES else 1
         scratch_floats = self._lib.kvferry_scratch_floats(tile_queries * group, head_dim)
         memory = self._workspace.fit(
-            num_threads * scratch_floats, split * num_heads * (head_dim + 2), self._rows * kv_heads
+            all_threads * scratch_floats, split * num_heads * (head_dim + 2), self._rows * kv_heads
         )
-        struct.num_threads, struct.scratch_floats = num_threads, scratch_floats
+        struct.scratch_floats = scratch_floats
         struct.scratch, struct.partials, struct.pending = (tensor.data_ptr() for tensor in memory)
         self._kept += [tiles, *memory]
         return struct

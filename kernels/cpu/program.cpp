@@ -18,7 +18,8 @@
 namespace {
 
 const int64_t kSpinNs = 30000;
-const int64_t kShared = 8192;  // elements; less is done sooner by one thread
+// Less is done sooner by one thread: elements, queries times positions.
+const int64_t kShared = 8192, kSharedScores = 256;
 
 union Job {
   Embed embed;
@@ -120,7 +121,7 @@ bool prepare(Run& run, const Op& op) {
       run.job.attend = {contexts, x, step.angles[op.angles], op.q_norm, op.k_norm, op.cache, out,
                         op.eps, op.scale, op.softcap, step.num_angles[op.angles], 0, 0};
       run.kernel = (op.kind == kRotateOp ? kernels->rotate_and_write : kernels->attend)[run.dtype];
-      return contexts->num_threads > 1 && (op.kind == kAttendOp || contexts->num_tokens >= 8);
+      return op.kind == kAttendOp ? contexts->scores >= kSharedScores : contexts->num_tokens >= 8;
     }
   }
 }

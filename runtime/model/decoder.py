@@ -75,7 +75,11 @@ class Decoder:
         return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[rows, vocab_size]`, float32 if they are capped. Every rank must call it."""
+        """float32 `[rows, vocab_size]`. Every rank must call it."""
+        return self.rounded_logits(hidden).float()
+
+    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same as the head gives them: in the model's dtype, unless they are capped."""
         logits = self.parallel.all_gather(self.head(hidden))
         if logits.shape[-1] > self.spec.vocab_size:
             logits = logits[..., : self.spec.vocab_size].contiguous()
