@@ -18,11 +18,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_scratch_floats": (_I64, [_I64, _I64]),
     "kvferry_add_norm": (_INT, [_INT, _P, _P, _P, _P, _FLOAT, _I64, _I64, _INT]),
     "kvferry_silu_mul": (_INT, [_INT, _P, _P, _I64, _I64, _INT]),
-    "kvferry_quantize_rows": (_INT, [_INT, _P, _P, _P, _I64, _I64, _INT]),
-    "kvferry_scale_rows": (_INT, [_INT, _P, _P, _P, _P, _I64, _I64, _INT]),
     "kvferry_packed_linear_bytes": (_I64, [_INT, _I64, _I64]),
     "kvferry_pack_linear": (None, [_INT, _P, _P, _I64, _I64, _INT]),
     "kvferry_linear": (None, [_INT, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64, _INT]),
+    "kvferry_quantized_row_units": (_I64, [_INT, _I64]),
+    "kvferry_linear_quantized": (None, [_INT, _INT, *[_P] * 5, *[_I64] * 5, _INT]),
     "kvferry_attend": (_INT, [_INT, _P, _P, _P, _P, _P, _FLOAT, _FLOAT, _FLOAT, _P, _P, _INT]),
 }
 REMEDY = "build them with `python -m kvferry.kernels.cpu.build`"
