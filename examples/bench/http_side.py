@@ -26,7 +26,7 @@ import machine
 import psutil
 from streams import Answer
 
-START_TIMEOUT_S, STOP_TIMEOUT_S, REQUEST_TIMEOUT_S, POLL_S = 300.0, 20.0, 600.0, 0.1
+START_TIMEOUT_S, STOP_TIMEOUT_S, REQUEST_TIMEOUT_S, POLL_S = 600.0, 20.0, 600.0, 0.1
 CONTEXT, SLOTS = 2048, 16
 """Of a sequence, and how many sequences llama.cpp serves at once."""
 
