@@ -98,7 +98,10 @@ class HttpSide:
 
     async def ready(self) -> None:
         """Raises `RuntimeError` with the server's last words if it does not come up."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # llama.cpp ends kept ones when it likes
+        )
         while time.perf_counter() - self.begin < START_TIMEOUT_S and self._process.poll() is None:
             with contextlib.suppress(aiohttp.ClientError):
                 async with self._session.get(f"{self._base}/health") as answer:
