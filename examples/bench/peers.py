@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +25,8 @@ import kvferry_side
 import loads
 import report
 from bench import DOCS, common_length, cpu_name
+from plots import plot_peers
 from rich.console import Console
-from stats import percentile, token_gaps
 from streams import Answer, closed_loop, figures
 
 import kvferry
@@ -35,8 +35,9 @@ from kvferry.runtime.text.tokenizer import load_tokenizer
 
 TITLE = "Beside other servers"
 SINGLE_PROMPT, SINGLE_TOKENS = 64, 128
-ARRIVING, DECODING, DECODE_TOKENS = 4, 4, 128
-"""Long prompts that arrive one after the other while so many streams decode."""
+DECODING, DECODE_TOKENS, MAX_ARRIVING = 4, 128, 64
+"""Streams that decode while long prompts arrive."""
+PLOTTED = "8 clients, shared", "long prompts arriving"
 Figures = dict[str, float]
 
 
@@ -83,56 +84,57 @@ class KvferrySide:
         await asyncio.to_thread(self._server.stop)
 
 
-Measure = Callable[[Side, loads.Encode, int], Awaitable[Figures]]
+@dataclass
+class Measured:
+    figures: Figures
+    answers: list[Answer] = field(default_factory=list)
+    """Of which the plots are made."""
+    began: float = 0.0
 
 
-async def single(side: Side, encode: loads.Encode, run: int) -> Figures:
+Measure = Callable[[Side, loads.Encode, int], Awaitable[Measured]]
+
+
+async def single(side: Side, encode: loads.Encode, run: int) -> Measured:
     prompt = loads.text_tokens(encode, f"single {run}", SINGLE_PROMPT)
     answer = await side.ask(prompt, SINGLE_TOKENS)
-    return {"tokens_per_s": answer.decode_tokens_per_s}
+    return Measured({"tokens_per_s": answer.decode_tokens_per_s})
 
 
-async def prefill(side: Side, encode: loads.Encode, run: int) -> Figures:
+async def prefill(side: Side, encode: loads.Encode, run: int) -> Measured:
     answer = await side.ask(loads.text_tokens(encode, f"prefill {run}", loads.LONG_PROMPT_TOKENS), 1)
-    return {"tokens_per_s": loads.LONG_PROMPT_TOKENS / answer.ttft_s, "ttft_s": answer.ttft_s}
+    return Measured({"tokens_per_s": loads.LONG_PROMPT_TOKENS / answer.ttft_s, "ttft_s": answer.ttft_s})
 
 
-async def cached(side: Side, encode: loads.Encode, run: int) -> Figures:
+async def cached(side: Side, encode: loads.Encode, run: int) -> Measured:
     sizes = {"num_tokens": loads.LONG_PROMPT_TOKENS, "num_shared": loads.LONG_SHARED_TOKENS}
     pair = loads.prompts(encode, f"cached {run}", 2, **sizes)
     answers = [await side.ask(prompt, 2) for prompt in pair]
-    return {"ttft_s": answers[1].ttft_s}
+    return Measured({"ttft_s": answers[1].ttft_s})
 
 
-async def load(which: loads.Load, side: Side, encode: loads.Encode, run: int) -> Figures:
+async def load(which: loads.Load, side: Side, encode: loads.Encode, run: int) -> Measured:
     prompts = loads.prompts_of(encode, which, run)
-    begin = time.perf_counter()
-    return figures(await closed_loop(side.ask, prompts, which.concurrency, loads.NEW_TOKENS), begin)
+    began = time.perf_counter()
+    answers = await closed_loop(side.ask, prompts, which.concurrency, loads.NEW_TOKENS)
+    return Measured(figures(answers, began), answers, began)
 
 
-async def arriving(side: Side, encode: loads.Encode, run: int) -> Figures:
-    """Streams that decode while long prompts keep arriving."""
+async def arriving(side: Side, encode: loads.Encode, run: int) -> Measured:
+    """Streams that decode while long prompts keep arriving, one after the other."""
     streams = loads.prompts(encode, f"decoding {run}", DECODING, num_tokens=SINGLE_PROMPT)
-    long = loads.prompts(encode, f"arriving {run}", 64, num_tokens=loads.LONG_PROMPT_TOKENS)
-    begin = time.perf_counter()
+    long = loads.prompts(encode, f"arriving {run}", MAX_ARRIVING, num_tokens=loads.LONG_PROMPT_TOKENS)
+    began = time.perf_counter()
     decoding = [asyncio.create_task(side.ask(prompt, DECODE_TOKENS)) for prompt in streams]
-
-    async def arrive() -> list[Answer]:
-        found = []
-        while not all(task.done() for task in decoding) and len(found) < len(long):
-            found.append(await side.ask(long[len(found)], 1))
-        return found
-
-    prompts = await arrive()
+    num_prompts = 0
+    while num_prompts < len(long) and not all(task.done() for task in decoding):
+        await side.ask(long[num_prompts], 1)
+        num_prompts += 1
+    prompts_s = time.perf_counter() - began
     answers = [await task for task in decoding]
-    gaps = [gap for answer in answers for gap in token_gaps(answer.arrivals)]
-    end = max(answer.arrivals[-1][0] for answer in answers)
-    return {
-        "itl_p50_s": percentile(gaps, 50),
-        "itl_p99_s": percentile(gaps, 99),
-        "tokens_per_s": DECODING * DECODE_TOKENS / (end - begin),
-        "prompts_per_s": len(prompts) / (time.perf_counter() - begin),
-    }
+    found = figures(answers, began)
+    found["prompts_per_s"] = num_prompts / prompts_s
+    return Measured(found, answers, began)
 
 
 LOADS = (
@@ -205,6 +207,7 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
     """`{measure: {side: [figures of each run]}}`."""
     sides: list[Side] = []
     results: dict[str, Any] = {"start": {}, "memory": {}, **{name: {} for name in contest.measures}}
+    samples: dict[str, Any] = {name: {} for name in PLOTTED}
     answers: dict[str, list[int]] = {}
     try:
         for make in contest.make:
@@ -223,7 +226,10 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
                 for side in sides:
                     say(f"{contest.name}: run {run + 1}: {name}: {side.name}")
                     side.resume()
-                    results[name].setdefault(side.name, []).append(await MEASURES[name](side, encode, run))
+                    measured = await MEASURES[name](side, encode, run)
+                    results[name].setdefault(side.name, []).append(measured.figures)
+                    if name in PLOTTED:
+                        samples[name][side.name] = measured
                     side.pause()
         results["memory"] = {side.name: [{"peak_mib": side.peak_mib()}] for side in sides}
     finally:
@@ -231,6 +237,7 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
             await side.close()
     own = next(iter(answers.values()))
     results["equal_tokens"] = {name: common_length(own, other) for name, other in answers.items()}
+    results["samples"] = samples
     return results
 
 
@@ -266,7 +273,7 @@ def all_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         (f"{measure}: {figure}", side, report.spread((run[figure] for run in runs), 1, 3))
         for contest in results.values()
         for measure, sides in contest.items()
-        if measure != "equal_tokens"
+        if measure not in ("equal_tokens", "samples")
         for side, runs in sides.items()
         for figure in runs[0]
     ]
@@ -324,7 +331,9 @@ def main() -> None:
     ]
     for section in sections:
         report.print_section(section, console)
+    samples = {name: contest.pop("samples") for name, contest in results.items()}
     if args.write_docs:
+        plot_peers(samples["bf16"], DOCS.parent / "plots" / "peers.png")
         DOCS.write_text(report.with_sections(DOCS.read_text(), sections))
     print(json.dumps(results))
 
