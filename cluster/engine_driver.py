@@ -20,7 +20,7 @@ from kvferry.runtime.errors import FatalError, KvferryError
 from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
 from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import SequenceRequest, TokenEvent
-from kvferry.runtime.transfer.ticket import ExpectRequest, LinkReport, Ticket, TransferEvent
+from kvferry.runtime.transfer.ticket import ExpectRequest, LinkReport, Ticket, TransferEvent, TransferState
 
 MAX_REMEMBERED_TRANSFERS = 65536
 
@@ -35,6 +35,7 @@ class EngineLike(Protocol):
     def expect(self, request: ExpectRequest, now_ns: int) -> Ticket: ...
     def send(self, ticket: Ticket, now_ns: int) -> None: ...
     def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None: ...
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None: ...
     def renew(self, ids: list[TransferId], timeout_s: float, now_ns: int) -> None: ...
     def peer_gone(self, peer: Peer) -> None: ...
     def report(self, report: LinkReport) -> None: ...
@@ -108,7 +109,8 @@ class EngineDriver:
             if owner is not None:
                 tokens.setdefault(owner, []).append(event)
         for transfer in step.transfers:
-            self._transfers.pop((transfer.transfer_id, transfer.attempt), None)
+            if transfer.state is not TransferState.ACTIVE:
+                self._transfers.pop((transfer.transfer_id, transfer.attempt), None)
         kv = self._kv_events(step.stored, step.removed)
         return Output(tokens=tokens, transfers=step.transfers, kv=kv, load=self._engine.load())
 
@@ -149,6 +151,8 @@ class EngineDriver:
             case m.EndTransfer(transfer_id=transfer_id, attempt=attempt, reason=reason):
                 self._transfers.pop((transfer_id, attempt), None)
                 engine.end_transfer(transfer_id, attempt, reason)
+            case m.ShortenTransfer(transfer_id=transfer_id, attempt=attempt, lacking=lacking):
+                engine.shorten_transfer(transfer_id, attempt, lacking)
             case m.Renew(transfer_ids=transfer_ids, timeout_s=timeout_s):
                 engine.renew(transfer_ids, timeout_s, now_ns)
             case m.PeerGone(group=group, epoch=epoch):

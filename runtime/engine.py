@@ -92,7 +92,9 @@ class Engine:
             self._speculator,
         )
         self.inbound = Inbound(self.pools)
-        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message)
+        # A window's shorter prefix needs blocks further ahead, which are evicted sooner: all of it, or nothing.
+        whole = all(group.window is None for group in kv.groups)
+        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message, partial=whole)
         self.meters = Meters()
         self._execute = execute
         self._clock = clock
@@ -213,6 +215,11 @@ class Engine:
         self.outbound.end(transfer_id, attempt)
         if transfer_id not in self._adopters:
             self.inbound.release(transfer_id, attempt)
+
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        """Its source will not send these blocks; at the destination. Unknown ids are ignored."""
+        self._changed = True
+        self.inbound.shorten(transfer_id, attempt, lacking)
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float, now_ns: int) -> None:
         self.inbound.renew(transfer_ids, timeout_s, now_ns)

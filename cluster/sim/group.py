@@ -225,6 +225,8 @@ class SimGroup:
                     self._trace.fault("lease lapsed", self._peer, transfer.transfer_id)
                 elif transfer.state is TransferState.FAILED:
                     self._trace.fault("transfer failed", self._peer, transfer.transfer_id, transfer.reason)
+                elif transfer.state is TransferState.ACTIVE:
+                    self._trace.fault("transfer shortened", self._peer, transfer.transfer_id, len(transfer.lacking))
             sends, self._sends = self._sends, []
             for plan in sends:
                 self.links.finish(plan)

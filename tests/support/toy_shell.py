@@ -134,6 +134,9 @@ class ToyEngine:
             event = TransferEvent(transfer_id=transfer_id, attempt=attempt, state=TransferState.FAILED, reason=reason)
             self.events.transfers.append(event)
 
+    def shorten_transfer(self, transfer_id: Any, attempt: int, lacking: list[Any]) -> None:
+        self.calls.append(("shorten_transfer", transfer_id, attempt, lacking))
+
     def renew(self, ids: list[Any], timeout_s: float, now_ns: int) -> None:
         self.calls.append(("renew", tuple(ids), timeout_s))
 
