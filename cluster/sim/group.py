@@ -118,7 +118,7 @@ class SimGroup:
         self.links = Links(self, find, noise, transfer_timeout_s, trace, random.Random(f"{seed}/links {peer}"))
         self.hub = Hub(self._info(address, scheduler), SECRET)
         self.hub.bind(self)
-        self._driver = EngineDriver(self.engine, self._reply, self.clock_ns)
+        self._driver = EngineDriver(self.engine, self._reply, self.hub.output, self.clock_ns)
         self._heartbeat = self._loop.create_task(self.hub.heartbeat(), name=f"heartbeat {peer}")
         self.process.on_end(self._end)
         network.listen(self.target, self.process, self.hub)

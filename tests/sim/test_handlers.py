@@ -46,7 +46,7 @@ class Leader:
         self.toy = ToyEngine(num_blocks=24, max_batch_tokens=7, name="here")
         self.tickets: list[Ticket] = []
         self.now_ns = NS
-        self.driver = EngineDriver(self.toy.engine, self._reply, lambda: self.now_ns)
+        self.driver = EngineDriver(self.toy.engine, self._reply, lambda _: None, lambda: self.now_ns)
 
     def _reply(self, _gateway: str, reply: Any) -> None:
         if isinstance(reply, m.Reply) and reply.ticket is not None:

@@ -152,7 +152,7 @@ class ToyEngine:
     def next_deadline_ns(self) -> int | None:
         return self.deadline_ns
 
-    def step(self, now_ns: int) -> StepOutput:
+    def step(self, now_ns: int, on_evicted: Any = None) -> StepOutput:
         self.num_steps += 1
         self.deadline_ns = None
         out, self.events = self.events, StepOutput([], [], [], [])
