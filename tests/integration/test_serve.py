@@ -144,7 +144,7 @@ def nothing(folder: Path) -> Path:
         (no_tokenizer, "", ["tokenizer.json"]),
         (broken_tokenizer, "", ["tokenizer.json"]),
         (nothing, "", ["nothing", "no such folder"]),
-        (whole, "--decode-tp 3", ["tensor parallel size=3", "8 attention heads"]),
+        (whole, "--decode-tp 3", ["decode_tp=3", "8 attention heads"]),
         (whole, "--prefill 0 --decode 0", ["at least 1 group"]),
         (whole, "--max-context 100000", ["max_context=100000", "8192"]),
         (whole, "--kv-memory 10", ["kv_memory_bytes=10"]),
