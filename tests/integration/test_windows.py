@@ -16,6 +16,8 @@ from tests.support.kinds import KINDS
 from tests.support.tiny_model import VOCAB, save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
 @pytest.mark.parametrize("kind", ["window", "windows"])
 async def test_same_tokens_as_one_engine(kind: str, tmp_path: Path, shared_ray: str) -> None:
     """Unequal groups, a pool that cannot hold all that its sequences have been, and shared prefixes."""
