@@ -61,7 +61,7 @@ class Member:
         self.port = port
         self.state = GroupState.LIVE
         self.last_frame_ns = now_ns
-        self.load = Load()
+        self.load = Load(num_free_blocks=port.info.num_blocks)  # until it speaks itself
         self.draining = False
         self.stays = False
         """Until `down`, also beside its successor, which takes over from it."""

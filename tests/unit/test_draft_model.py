@@ -12,9 +12,10 @@ import pytest
 from kvferry.runtime.config import SpeculationConfig
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.model.files import load_spec, resolve_model
+from kvferry.runtime.model.fit import check_draft
 from kvferry.runtime.sequence import Sequence
 from kvferry.runtime.speculation import draft
-from kvferry.runtime.speculation.draft import DraftModel, check_draft
+from kvferry.runtime.speculation.draft import DraftModel
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from tests.support.tiny_model import save_tiny_model
 from tests.support.toy_engine import ToyRunner, toy_groups, toy_output, toy_request
