@@ -19,7 +19,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 
 import msgspec
 
@@ -37,7 +36,11 @@ MAX_BLOCKED = 8
 """Sequences without room that one plan looks past: it must not search a long queue in vain at each step."""
 
 
-class PlannedRow(msgspec.Struct):
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
+
+
+class PlannedRow(msgspec.Struct, gc=False):
     sequence: Sequence
     row: Row
 
@@ -84,6 +87,8 @@ class Scheduler:
         self.blocked: list[Sequence] = []
         """Of those that wait: the first ones that the last plan had no blocks for."""
         self.running: list[Sequence] = []
+        self.num_waiting_tokens = 0
+        """Of `waiting`: all of theirs, as they have computed none."""
         self._by_name: dict[tuple[RequestId, int], Sequence] = {}
         self.num_preemptions = 0
         self.is_stuck = False
@@ -92,7 +97,15 @@ class Scheduler:
     # ------------------------------------------------------------- coming and going
     def add(self, sequence: Sequence) -> None:
         self._by_name[sequence.key.request_id, sequence.key.index] = sequence
-        insort(self.waiting, sequence, key=lambda s: s.order)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_order)
+        self.num_waiting_tokens += len(sequence.tokens)
+
+    def _wait_no_more(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.num_waiting_tokens -= len(sequence.tokens)
 
     def get(self, key: SequenceKey) -> Sequence | None:
         sequence = self.latest(key)
@@ -105,7 +118,10 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence at a step border and gives its blocks back."""
         del self._by_name[sequence.key.request_id, sequence.key.index]
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        if sequence.tables:
+            self.running.remove(sequence)
+        else:
+            self._wait_no_more(sequence)
         if sequence in self.blocked:
             self.blocked.remove(sequence)
         if self._speculator is not None:
@@ -120,10 +136,12 @@ class Scheduler:
         """Rows for the next step. Leases blocks; may preempt and admit."""
         batch = Batch([], [], 0, 0)
         budget = self._config.max_batch_tokens
-        for sequence in sorted(self.running, key=lambda s: (s.num_uncomputed > 1, s.order)):
+        decodes = [s for s in self.running if s.num_uncomputed <= 1]
+        prefills = [s for s in self.running if s.num_uncomputed > 1]
+        for sequence in (*decodes, *prefills):
             if budget == 0:
                 break
-            if sequence not in self.running:  # preempted by one before it
+            if not sequence.tables:  # preempted by one before it
                 continue
             if count := self._grow(batch, sequence, min(sequence.num_uncomputed, budget), now_ns):
                 self._add_row(batch, sequence, count, now_ns)
@@ -159,8 +177,8 @@ class Scheduler:
             if not self._open_tables(sequence, hits):
                 blocked.append(sequence)
                 continue
-            self.waiting.remove(sequence)
-            insort(self.running, sequence, key=lambda s: s.order)
+            self._wait_no_more(sequence)
+            insort(self.running, sequence, key=_order)
             self._on_admitted(sequence)
             sequence.num_passed = 0
             if sequence.preempted_ns is not None:
@@ -254,7 +272,7 @@ class Scheduler:
 
     def _add_row(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> None:
         start, end = sequence.num_computed, sequence.num_computed + count
-        row = Row(sequence.tokens[start:end], start, [], int(end == len(sequence.tokens)))
+        row = Row(sequence.tokens[start:end], start, (), int(end == len(sequence.tokens)))
         self._give_tables(row, sequence)
         batch.planned.append(PlannedRow(sequence, row))
         if sequence.begin_ns is None:
@@ -290,7 +308,7 @@ class Scheduler:
         sequence.preempted_ns = now_ns
         self.running.remove(sequence)
         self._release(sequence)
-        insort(self.waiting, sequence, key=lambda s: s.order)
+        self._wait(sequence)
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
@@ -307,18 +325,23 @@ class Scheduler:
         """
         if len(sampled) != len(batch.samples):
             raise InvariantBroken(f"{len(batch.samples)} rows to sample, {len(sampled)} tokens came back")
-        tokens = iter(sampled)
+        done = 0
         drawn: list[tuple[Sequence, list[SampledToken]]] = []
         for planned in batch.planned:
             sequence, row = planned.sequence, planned.row
-            new = accept(row.draft, list(islice(tokens, row.num_samples)))
+            new = sampled[done : done + row.num_samples]
+            done += row.num_samples
+            if row.num_samples > 1:
+                new = accept(row.draft, new)
             sequence.num_computed = row.start + len(row.token_ids) - (row.num_samples - len(new))
-            sequence.tokens += [token.token_id for token in new]
-            self._computed(sequence)
+            for token in new:
+                sequence.tokens.append(token.token_id)
+            if sequence.num_computed // self._size > sequence.tables[0].num_sealed:
+                self._seal(sequence)
             if new:
                 drawn.append((sequence, new))
-            if row.draft:
-                self._judge(batch, sequence, len(row.draft), len(new) - 1)
+            if row.num_samples > 1:
+                self._judge(batch, sequence, row.num_samples - 1, len(new) - 1)
         return drawn
 
     def _judge(self, batch: Batch, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
@@ -333,12 +356,10 @@ class Scheduler:
         for keeper, table in zip(self._keepers, sequence.tables, strict=True):
             keeper.shorten(table, num_tokens)
 
-    def _computed(self, sequence: Sequence) -> None:
+    def _seal(self, sequence: Sequence) -> None:
+        """Blocks that have become full."""
         size, hashes = self._size, sequence.hashes
-        num_full = sequence.num_computed // size
-        if num_full == sequence.tables[0].num_sealed:
-            return
-        for i in range(len(hashes), num_full):  # filled by decode
+        for i in range(len(hashes), sequence.num_computed // size):  # filled by decode
             parent = hashes[i - 1] if i else None
             hashes.append(hash_block(sequence.root, parent, sequence.tokens[i * size : (i + 1) * size]))
         for keeper, table in zip(self._keepers, sequence.tables, strict=True):
@@ -353,6 +374,8 @@ class Scheduler:
             "a sequence is in no list or in two": sorted(s.order for s in self._by_name.values())
             == sorted(s.order for s in [*self.waiting, *self.running]),
             "a waiting sequence holds blocks": not any(s.tables for s in self.waiting),
+            "a running sequence has no tables": all(s.tables for s in self.running),
+            "waiting tokens are miscounted": self.num_waiting_tokens == sum(s.num_uncomputed for s in self.waiting),
             "too many run": len(self.running) <= self._config.max_sequences,
         }
         for sequence in self.running:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from kvferry.runtime.ids import BlockHash, BlockId, SequenceKey
 from kvferry.runtime.request import FinishReason, SequenceRequest, rank_ns
-from kvferry.runtime.step import SampleInput
+from kvferry.runtime.step import SampleInput, make_table
 
 
 class BlockTable:
@@ -13,7 +15,7 @@ class BlockTable:
     __slots__ = ("block_ids", "num_announced", "num_dropped", "num_sealed")
 
     def __init__(self) -> None:
-        self.block_ids: list[BlockId] = []
+        self.block_ids = make_table()
         self.num_dropped = 0
         """Leading entries that are `NO_BLOCK`."""
         self.num_sealed = 0
@@ -25,7 +27,7 @@ class BlockTable:
     def num_held(self) -> int:
         return len(self.block_ids) - self.num_dropped
 
-    def held(self) -> list[BlockId]:
+    def held(self) -> SequenceOf[BlockId]:
         return self.block_ids[self.num_dropped :]
 
 
@@ -33,6 +35,7 @@ class Sequence:
     """Mutable; owned by the scheduler. `tokens` = prompt + output; KV exists for the first `num_computed`."""
 
     __slots__ = (
+        "_counts_tokens",
         "begin_ns",
         "hashes",
         "key",
@@ -78,6 +81,7 @@ class Sequence:
         self.reported = False
         """Whether an event has told of `num_cached` and `begin_ns`."""
         params = request.sampling
+        self._counts_tokens = params.penalises
         self.stops = frozenset([*([] if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids])
 
     @property
@@ -101,15 +105,10 @@ class Sequence:
 
     def sample_input(self, draft: list[int]) -> SampleInput:
         """For the token behind all that it has and `draft`, as if the draft had been drawn."""
-        output = self.tokens[self.num_prompt :]
-        output += draft
+        request, position = self.request, self.num_output + len(draft)
+        output = self.tokens[self.num_prompt :] + draft if self._counts_tokens else []
         return SampleInput(
-            key=self.key,
-            params=self.request.sampling,
-            position=len(output),
-            prompt_token_ids=self.request.prompt_token_ids,
-            output_token_ids=output,
-            banned_token_ids=self.banned(len(output)),
+            self.key, request.sampling, position, request.prompt_token_ids, output, self.banned(position)
         )
 
     def finish_reason(self, max_context: int) -> FinishReason | None:

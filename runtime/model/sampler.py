@@ -72,13 +72,7 @@ def _choose(
 
 def _edits(one: SampleInput) -> bool:
     p = one.params
-    return bool(
-        one.banned_token_ids
-        or p.logit_bias
-        or p.repetition_penalty != 1.0
-        or p.presence_penalty != 0.0
-        or p.frequency_penalty != 0.0
-    )
+    return bool(one.banned_token_ids or p.logit_bias or p.penalises)
 
 
 def _edit(logits_V: torch.Tensor, one: SampleInput) -> None:

@@ -23,7 +23,7 @@ from kvferry.runtime.model.parallel import SingleRank
 from kvferry.runtime.model.runner import Runner
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.sequence import Sequence
-from kvferry.runtime.step import Row, StepPlan
+from kvferry.runtime.step import Row, StepPlan, make_table
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
 MAX_CATCH_UP = 256
@@ -36,7 +36,7 @@ class _Held:
     __slots__ = ("block_ids", "draft", "num_known")
 
     def __init__(self) -> None:
-        self.block_ids: list[BlockId] = []
+        self.block_ids = make_table()
         self.num_known = 0
         self.draft: list[int] = []
 
@@ -129,7 +129,7 @@ class DraftModel:
     def forget(self, key: SequenceKey) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            self._free += held.block_ids
+            self._free.extend(held.block_ids)
 
 
 def check_draft(model: str, target: ModelFiles, target_spec: ModelSpec) -> None:
