@@ -289,7 +289,7 @@ class Engine:
             self._stuck_since_ns = None
         elif self._stuck_since_ns is None:
             self._stuck_since_ns = now_ns
-        plan.rows = [p.row for p in batch.planned]
+        plan.rows = batch.rows
         begin = self._clock()
         result = self._execute(plan, batch.samples)
         end = self._clock()

@@ -89,6 +89,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Whether a token's chance depends on how often it was there before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether the largest logit decides, and nobody asks how large it is."""
+        return self.temperature == 0.0 and self.logprobs is None and not self.logit_bias and not self.penalises
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises `InvalidArgument` for a token id outside `[0, vocab_size)`."""
         check_token_ids("logit_bias", list(self.logit_bias), vocab_size)

@@ -40,18 +40,14 @@ def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
 
 
-class PlannedRow(msgspec.Struct, gc=False):
-    sequence: Sequence
-    row: Row
-
-
 class Batch(msgspec.Struct):
-    """One step's rows, with whom they belong to."""
+    """One step's rows, and to whom each belongs."""
 
-    planned: list[PlannedRow]
-    samples: list[SampleInput]
-    num_prefill_tokens: int
-    num_decodes: int
+    rows: list[Row] = []
+    sequences: list[Sequence] = []
+    samples: list[SampleInput] = []
+    num_prefill_tokens: int = 0
+    num_decodes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     """Of the drafted tokens; known when the step is committed."""
@@ -134,11 +130,13 @@ class Scheduler:
     # ------------------------------------------------------------- planning
     def plan(self, now_ns: int) -> Batch:
         """Rows for the next step. Leases blocks; may preempt and admit."""
-        batch = Batch([], [], 0, 0)
+        batch = Batch()
         budget = self._config.max_batch_tokens
-        decodes = [s for s in self.running if s.num_uncomputed <= 1]
-        prefills = [s for s in self.running if s.num_uncomputed > 1]
-        for sequence in (*decodes, *prefills):
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (prefills if len(sequence.tokens) - sequence.num_computed > 1 else decodes).append(sequence)
+        for sequence in decodes + prefills:
             if budget == 0:
                 break
             if not sequence.tables:  # preempted by one before it
@@ -148,10 +146,12 @@ class Scheduler:
                 budget -= count
         blocked = self._admit(batch, budget, now_ns)
         if self._speculator is not None and batch.num_decodes:
-            self._speculate(batch, self._config.max_batch_tokens - sum(len(p.row.token_ids) for p in batch.planned))
-        batch.samples = [
-            p.sequence.sample_input(p.row.draft[:i]) for p in batch.planned for i in range(p.row.num_samples)
-        ]
+            self._speculate(batch, self._config.max_batch_tokens - sum(len(row.token_ids) for row in batch.rows))
+        for sequence, row in zip(batch.sequences, batch.rows, strict=True):
+            if row.num_samples == 1:
+                batch.samples.append(sequence.sample_input([]))
+            else:
+                batch.samples += [sequence.sample_input(row.draft[:i]) for i in range(row.num_samples)]
         self.is_stuck = blocked and not self.running
         return batch
 
@@ -261,7 +261,7 @@ class Scheduler:
         has none yet; behind a window prefill grows too, and waits for its turn if only such are left.
         """
         while not (covered := self._cover(sequence, count)):
-            planned = {id(row.sequence) for row in batch.planned}
+            planned = {id(other) for other in batch.sequences}
             victim = next(s for s in reversed(self.running) if id(s) not in planned)
             if victim is sequence and planned and sequence.num_uncomputed > 1:
                 return 0
@@ -273,8 +273,9 @@ class Scheduler:
     def _add_row(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> None:
         start, end = sequence.num_computed, sequence.num_computed + count
         row = Row(sequence.tokens[start:end], start, (), int(end == len(sequence.tokens)))
-        self._give_tables(row, sequence)
-        batch.planned.append(PlannedRow(sequence, row))
+        self._give_tables(row, sequence, end)
+        batch.rows.append(row)
+        batch.sequences.append(sequence)
         if sequence.begin_ns is None:
             sequence.begin_ns = now_ns
         if count == 1 and sequence.num_output:
@@ -282,8 +283,8 @@ class Scheduler:
         else:
             batch.num_prefill_tokens += count
 
-    def _give_tables(self, row: Row, sequence: Sequence) -> None:
-        num_blocks = -(-(row.start + len(row.token_ids)) // self._size)
+    def _give_tables(self, row: Row, sequence: Sequence, end: int) -> None:
+        num_blocks = -(-end // self._size)
         row.block_ids = sequence.tables[0].block_ids[:num_blocks]
         if len(sequence.tables) > 1:
             row.window_block_ids = sequence.tables[1].block_ids[:num_blocks]
@@ -291,17 +292,17 @@ class Scheduler:
     def _speculate(self, batch: Batch, budget: int) -> None:
         """Lengthens decodes by drafts. Takes only what nobody else wants in this step."""
         assert self._speculator is not None
-        decodes = [p for p in batch.planned if len(p.row.token_ids) == p.row.num_samples == 1]
-        drafts = self._speculator.drafts([p.sequence for p in decodes], budget)
-        for planned, draft in zip(decodes, drafts, strict=True):
+        planned = zip(batch.sequences, batch.rows, strict=True)
+        decodes = [(sequence, row) for sequence, row in planned if len(row.token_ids) == row.num_samples == 1]
+        drafts = self._speculator.drafts([sequence for sequence, _ in decodes], budget)
+        for (sequence, row), draft in zip(decodes, drafts, strict=True):
             if not draft:
                 continue
-            row, sequence = planned.row, planned.sequence
             del draft[self._cover(sequence, 1 + len(draft)) - 1 :]
             self._shorten(sequence, len(sequence.tokens) + len(draft))  # not all block groups had room for as many
             row.token_ids += draft
             row.num_samples += len(draft)
-            self._give_tables(row, sequence)
+            self._give_tables(row, sequence, row.start + len(row.token_ids))
             batch.num_drafted += len(draft)
 
     def _preempt(self, sequence: Sequence, now_ns: int) -> None:
@@ -327,8 +328,7 @@ class Scheduler:
             raise InvariantBroken(f"{len(batch.samples)} rows to sample, {len(sampled)} tokens came back")
         done = 0
         drawn: list[tuple[Sequence, list[SampledToken]]] = []
-        for planned in batch.planned:
-            sequence, row = planned.sequence, planned.row
+        for sequence, row in zip(batch.sequences, batch.rows, strict=True):
             new = sampled[done : done + row.num_samples]
             done += row.num_samples
             if row.num_samples > 1:

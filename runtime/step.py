@@ -65,6 +65,8 @@ class SampleInput(msgspec.Struct, gc=False):
     """Only where a penalty needs them; else empty."""
     banned_token_ids: list[int]
     """Ends of sequence that may not be drawn yet (`min_tokens`)."""
+    plain: bool = False
+    """The largest logit will do, and no more is asked for: nothing above is looked at."""
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True):

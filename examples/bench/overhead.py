@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cluster import messages as m
+from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.engine_driver import EngineDriver
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvferry.runtime.engine import Engine
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args(argv)
+    settle_collector()  # as in a worker
     rows = [
         measure(runner, count, arriving, args.steps, args.temperature)
         for runner in ("toy", "null")

@@ -89,29 +89,31 @@ class _Rows:
         lengths = np.array([len(row.token_ids) for row in rows])
         start = np.array([row.start for row in rows])
         num_blocks = -(-(start + lengths) // block_size)
-        order = np.where(lengths == 1, -num_blocks, np.where(start > 0, 1, 2)).argsort(kind="stable")
+        decodes = lengths.max() == 1
+        order = (-num_blocks if decodes else _turn(lengths, start, num_blocks)).argsort(kind="stable")
         self.block_size = block_size
         self.rows = [rows[i] for i in order.tolist()]
         self.lengths, self.start, self.num_blocks = lengths[order], start[order], num_blocks[order]
         self.stops = self.lengths.cumsum()
         """Of each row's tokens in the batch."""
-        self.row_of = np.repeat(np.arange(len(rows)), self.lengths)
-        """Of each token, `[T]`."""
-        self.positions = np.arange(len(self.row_of)) + (self.start - self.stops + self.lengths)[self.row_of]
+        self.row_of = slice(None) if decodes else np.repeat(np.arange(len(rows)), self.lengths)
+        """Of each token, `[T]`; as an index."""
+        self.positions = np.arange(self.stops[-1]) + (self.start - self.stops + self.lengths)[self.row_of]
         """`[T]`."""
-        self.sample_index = self._sample_index(order)
-
-    def _sample_index(self, order: Ints) -> Ints:
+        self.sample_index = self._sample_index(rows, order)
         """Of the wanted tokens, in the plan's order."""
-        num_samples = np.array([row.num_samples for row in self.rows])
-        places = order.argsort()
-        counts = num_samples[places]
-        first = self.stops[places] - counts
-        return np.repeat(first - counts.cumsum() + counts, counts) + np.arange(counts.sum())
+
+    def _sample_index(self, rows: Sequence[Row], order: Ints) -> Ints:
+        counts = np.array([int(row.num_samples) for row in rows])
+        stops = np.empty_like(counts)
+        stops[order] = self.stops
+        if counts.max() <= 1:
+            return stops[counts > 0] - 1
+        return np.repeat(stops - counts.cumsum(), counts) + np.arange(counts.sum())
 
     def token_ids(self) -> Ints:
         """`[T]`."""
-        return np.fromiter(chain.from_iterable([row.token_ids for row in self.rows]), np.int64, len(self.positions))
+        return np.array(list(chain.from_iterable([row.token_ids for row in self.rows])))
 
     def tables(self, tables: Sequence[Table], first_block: int) -> Ints:
         """The rows' blocks end to end, counted from `first_block`. Raises `InvariantBroken` if there are too few."""
@@ -126,6 +128,11 @@ class _Rows:
             parts.append(used if isinstance(used, array) else array("q", used))
         whole = np.frombuffer(b"".join(parts), dtype=np.int64)
         return np.where(whole == NO_BLOCK, NO_BLOCK, whole - first_block) if first_block else whole
+
+
+def _turn(lengths: Ints, start: Ints, num_blocks: Ints) -> Ints:
+    """Rows of one token, then those with a cached prefix, then others."""
+    return np.where(lengths == 1, -num_blocks, np.where(start > 0, 1, 2))
 
 
 def make_batches(rows: Sequence[Row], storage: RankStorage) -> list[Batch]:

@@ -42,11 +42,14 @@ def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[Sampl
     if not bool(largest.isfinite().all()):
         raise DeviceError(f"logits are not finite in rows {(~largest.isfinite()).nonzero().flatten().tolist()}")
     token_ids: list[int] = greedy.tolist()
-    edited = [r for r, one in enumerate(inputs) if _edits(one)]
-    drawn = [r for r, one in enumerate(inputs) if one.params.temperature > 0.0]
+    others = [r for r, one in enumerate(inputs) if not one.plain]
+    edited = [r for r in others if _edits(inputs[r])]
+    drawn = [r for r in others if inputs[r].params.temperature > 0.0]
     if edited or drawn:
         _choose(raw, inputs, edited, drawn, token_ids)
-    return _with_logprobs(raw, inputs, token_ids)
+    sampled = [SampledToken(token) for token in token_ids]
+    _add_logprobs(raw, inputs, [r for r in others if inputs[r].params.logprobs is not None], sampled)
+    return sampled
 
 
 def _choose(
@@ -162,14 +165,14 @@ def _keep_nucleus(scaled_V: torch.Tensor, top_p: float) -> None:
     scaled_V[spare] = float("-inf")
 
 
-def _with_logprobs(raw: torch.Tensor, inputs: Sequence[SampleInput], token_ids: Sequence[int]) -> list[SampledToken]:
-    wanted = [r for r, one in enumerate(inputs) if one.params.logprobs is not None]
-    sampled = [SampledToken(token) for token in token_ids]
+def _add_logprobs(
+    raw: torch.Tensor, inputs: Sequence[SampleInput], wanted: list[int], sampled: list[SampledToken]
+) -> None:
     if not wanted:
-        return sampled
+        return
     logprobs = torch.log_softmax(raw[wanted], dim=-1)
     for row, r in zip(logprobs, wanted, strict=True):
         top = row.topk(min(inputs[r].params.logprobs or 0, len(row)))
         alternatives = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        sampled[r].logprob = Logprob(token_ids[r], float(row[token_ids[r]]), alternatives)
-    return sampled
+        token = sampled[r].token_id
+        sampled[r].logprob = Logprob(token, float(row[token]), alternatives)
