@@ -31,7 +31,7 @@ from kvferry.runtime.kv.hashing import hash_chain, salted_root
 from kvferry.runtime.kv.pools import Pools
 from kvferry.runtime.kv.table import TableKeeper
 from kvferry.runtime.meters import Meters
-from kvferry.runtime.reports import EngineAudit, EngineLoad, StepOutput
+from kvferry.runtime.reports import EngineAudit, EngineLoad, OnEvicted, StepOutput
 from kvferry.runtime.request import FinishReason, SequenceRequest, TokenEvent, check_length
 from kvferry.runtime.scheduler import Scheduler
 from kvferry.runtime.sequence import Sequence
@@ -92,7 +92,9 @@ class Engine:
             self._speculator,
         )
         self.inbound = Inbound(self.pools)
-        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message)
+        # A window's shorter prefix needs blocks further ahead, which are evicted sooner: all of it, or nothing.
+        whole = all(group.window is None for group in kv.groups)
+        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message, partial=whole)
         self.meters = Meters()
         self._execute = execute
         self._clock = clock
@@ -217,6 +219,11 @@ class Engine:
         if transfer_id not in self._adopters:
             self.inbound.release(transfer_id, attempt)
 
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        """Its source will not send these blocks; at the destination. Unknown ids are ignored."""
+        self._changed = True
+        self.inbound.shorten(transfer_id, attempt, lacking)
+
     def renew(self, transfer_ids: list[TransferId], timeout_s: float, now_ns: int) -> None:
         self.inbound.renew(transfer_ids, timeout_s, now_ns)
         self.outbound.renew(transfer_ids, timeout_s, now_ns)
@@ -276,8 +283,12 @@ class Engine:
         deadlines.append(None if self._stuck_since_ns is None else self._stuck_since_ns + RECLAIM_AFTER_NS)
         return _earliest(*deadlines)
 
-    def step(self, now_ns: int) -> StepOutput:
-        """One forward pass (or none, when nothing can run). An exception from it means: this process must end."""
+    def step(self, now_ns: int, on_evicted: OnEvicted | None = None) -> StepOutput:
+        """One forward pass (or none, when nothing can run). An exception from it means: this process must end.
+
+        `on_evicted` is told what became visible and what vanished, if anything vanished, before a step with prefill:
+        that one may take long, and meanwhile nobody should count on the blocks. The output tells the rest.
+        """
         self._expire(now_ns)
         reclaimed = self._is_stuck_for_long(now_ns) and self._reclaim(now_ns)
         plan, self._plan = self._plan, StepPlan(step=self._plan.step + 1)
@@ -290,6 +301,8 @@ class Engine:
         elif self._stuck_since_ns is None:
             self._stuck_since_ns = now_ns
         plan.rows = batch.rows
+        if on_evicted is not None and batch.num_prefill_tokens and self.pools.has_evicted():
+            on_evicted(*self.pools.take_events())
         begin = self._clock()
         result = self._execute(plan, batch.samples)
         end = self._clock()

@@ -118,7 +118,7 @@ class SimGroup:
         self.links = Links(self, find, noise, transfer_timeout_s, trace, random.Random(f"{seed}/links {peer}"))
         self.hub = Hub(self._info(address, scheduler), SECRET)
         self.hub.bind(self)
-        self._driver = EngineDriver(self.engine, self._reply, self.clock_ns)
+        self._driver = EngineDriver(self.engine, self._reply, self.hub.output, self.clock_ns)
         self._heartbeat = self._loop.create_task(self.hub.heartbeat(), name=f"heartbeat {peer}")
         self.process.on_end(self._end)
         network.listen(self.target, self.process, self.hub)
@@ -225,6 +225,8 @@ class SimGroup:
                     self._trace.fault("lease lapsed", self._peer, transfer.transfer_id)
                 elif transfer.state is TransferState.FAILED:
                     self._trace.fault("transfer failed", self._peer, transfer.transfer_id, transfer.reason)
+                elif transfer.state is TransferState.ACTIVE:
+                    self._trace.fault("transfer shortened", self._peer, transfer.transfer_id, len(transfer.lacking))
             sends, self._sends = self._sends, []
             for plan in sends:
                 self.links.finish(plan)

@@ -18,7 +18,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libkvferry_cpu.so"
 COMPILE_TIMEOUT_S = 300
-SOURCES = ("api.h", "attention.h", "dispatch.cpp", "formats.h", "kernels.cpp", "quantize.h", "small.h", "vec.h")
+SOURCES = (
+    "api.h",
+    "attention.h",
+    "dispatch.cpp",
+    "formats.h",
+    "int4.h",
+    "kernels.cpp",
+    "quantize.h",
+    "small.h",
+    "vec.h",
+)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno")
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")

@@ -159,7 +159,7 @@ def weight_bytes(
     spec: ModelSpec, dtype: str, layout: KVLayout, device: Device, quantization: Quantization = "none"
 ) -> int:
     """Of rank 0. On a CPU a tied head is a copy, quantised or in the order that oneDNN wants bfloat16 to have."""
-    size, total = FORMATS[dtype].bits // 8, 0
+    size, total = FORMATS[dtype].slot_bytes(1), 0
     parts = [*rank_shapes(spec, layout)]
     if spec.tied_embeddings and device == "cpu" and (dtype == "bfloat16" or quantization != "none"):
         parts.append(("head.weight", (-(-spec.vocab_size // layout.tp_size), spec.hidden_size)))
@@ -176,7 +176,7 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
     as many experts as a token has, with a copy of it for each; of latent attention, a whole context's keys and values,
     made for one row at a time.
     """
-    tp_size, size = layout.tp_size, FORMATS[dtype].bits // 8
+    tp_size, size = layout.tp_size, FORMATS[dtype].slot_bytes(1)
     eight = workload.quantization == "int8"
     outputs: dict[tuple[str, str], int] = {}
     inputs: dict[tuple[str, str], int] = {}

