@@ -29,6 +29,7 @@ import structlog
 import kvferry
 import kvferry.cluster.grpc_env
 from kvferry.cluster.api.grpc import ApiServer, make_server
+from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
 from kvferry.cluster.operations import Operations
@@ -349,6 +350,7 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
         finally:
             show.cancel()
             await asyncio.gather(show, return_exceptions=True)
+        settle_collector()
         _log.info("serving", target=cluster.target, model=config.model, after_s=round(time.monotonic() - begin, 1))
         await cluster.ended()
 

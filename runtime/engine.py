@@ -108,6 +108,8 @@ class Engine:
         self._handed_over: set[TransferId] = set()
         """Those of them that carry at least one sequence away."""
         self._num_submitted = 0
+        self._earliest_deadline_ns: int | None = None
+        """No sequence has an earlier one."""
         self._stuck_since_ns: int | None = None
         """Since when sequences have waited for blocks while none ran."""
         self._changed = False
@@ -137,6 +139,7 @@ class Engine:
         step_ns = int(self.config.scheduler.priority_step_s * 1e9)
         sequence = Sequence(request, root, hashes, self._num_submitted, step_ns)
         self.scheduler.add(sequence)
+        self._earliest_deadline_ns = _earliest(self._earliest_deadline_ns, request.deadline_ns)
         if request.transfer_id is not None:
             self._adopters.setdefault(request.transfer_id, set()).add(key)
         if (sends := request.sends_transfer_id) is not None:
@@ -278,7 +281,7 @@ class Engine:
         deadlines = [self.inbound.next_deadline_ns(), self.outbound.next_deadline_ns()]
         deadlines += [s.request.deadline_ns for s in self.scheduler.sequences()]
         deadlines.append(None if self._stuck_since_ns is None else self._stuck_since_ns + RECLAIM_AFTER_NS)
-        return min((d for d in deadlines if d is not None), default=None)
+        return _earliest(*deadlines)
 
     def step(self, now_ns: int, on_evicted: OnEvicted | None = None) -> StepOutput:
         """One forward pass (or none, when nothing can run). An exception from it means: this process must end.
@@ -297,7 +300,7 @@ class Engine:
             self._stuck_since_ns = None
         elif self._stuck_since_ns is None:
             self._stuck_since_ns = now_ns
-        plan.rows = [p.row for p in batch.planned]
+        plan.rows = batch.rows
         if on_evicted is not None and batch.num_prefill_tokens and self.pools.has_evicted():
             on_evicted(*self.pools.take_events())
         begin = self._clock()
@@ -353,12 +356,17 @@ class Engine:
     def _expire(self, now_ns: int) -> None:
         self.inbound.expire(now_ns)
         self.outbound.expire(now_ns)
+        if self._earliest_deadline_ns is None or self._earliest_deadline_ns > now_ns:
+            return
+        self._earliest_deadline_ns = None
         for sequence in self.scheduler.sequences():
-            deadline = sequence.request.deadline_ns
-            if deadline is not None and deadline <= now_ns:
-                self._end(sequence)
-                error = DeadlineExceeded(f"request {sequence.key.request_id}: its deadline passed")
-                self._fail(sequence.key, sequence.num_output, error)
+            deadline_ns = sequence.request.deadline_ns
+            if deadline_ns is None or deadline_ns > now_ns:
+                self._earliest_deadline_ns = _earliest(self._earliest_deadline_ns, deadline_ns)
+                continue
+            self._end(sequence)
+            error = DeadlineExceeded(f"request {sequence.key.request_id}: its deadline passed")
+            self._fail(sequence.key, sequence.num_output, error)
 
     def _reclaim(self, now_ns: int) -> bool:
         """Transfers hold the pool, and nothing has been able to run for a while: the last one lets go.
@@ -384,8 +392,7 @@ class Engine:
 
     # ------------------------------------------------------------- views
     def _waiting_tokens(self) -> int:
-        queue = [*self.scheduler.waiting, *(s for s in self.scheduler.running if s.num_uncomputed > 1)]
-        return sum(s.num_uncomputed for s in queue)
+        return self.scheduler.num_waiting_tokens + sum(n for s in self.scheduler.running if (n := s.num_uncomputed) > 1)
 
     def load(self) -> EngineLoad:
         scheduler, meters = self.scheduler, self.meters
@@ -436,3 +443,7 @@ class Engine:
     def cached_hashes(self) -> list[BlockHash]:
         """Of the main block group: what `step` tells of."""
         return self.pool.hashes()
+
+
+def _earliest(*deadlines_ns: int | None) -> int | None:
+    return min((d for d in deadlines_ns if d is not None), default=None)

@@ -251,9 +251,9 @@ class SimGroup:
         return StepResult(sampled)
 
     def _commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, list[SampledToken]]]:
-        for planned in batch.planned:
-            name, start = planned.sequence.key.request_id, planned.row.start
-            self.computed_from[name] = min(start, self.computed_from.get(name, start))
+        for sequence, row in zip(batch.sequences, batch.rows, strict=True):
+            name = sequence.key.request_id
+            self.computed_from[name] = min(row.start, self.computed_from.get(name, row.start))
         return Scheduler.commit(self.engine.scheduler, batch, sampled)
 
     def _poison_free(self) -> None:

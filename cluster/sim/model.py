@@ -163,7 +163,7 @@ class Blocks:
             seen.append(self._contents(table[first:], length - first * BLOCK_SIZE))
         return Context(self._windows, seen)
 
-    def _contents(self, block_ids: list[BlockId], length: int) -> bytes:
+    def _contents(self, block_ids: SequenceOf[BlockId], length: int) -> bytes:
         block_ids = block_ids[: -(-length // BLOCK_SIZE)]
         if NO_BLOCK in block_ids:
             raise ForeignRead(f"blocks {block_ids}: one was let go that is still seen")
@@ -198,5 +198,5 @@ class Blocks:
                 head[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] = _POISONED
 
 
-def _tables(row: Row) -> tuple[list[BlockId], list[BlockId]]:
+def _tables(row: Row) -> tuple[SequenceOf[BlockId], SequenceOf[BlockId]]:
     return row.block_ids, row.window_block_ids

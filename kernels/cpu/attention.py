@@ -6,8 +6,8 @@ Legend: T tokens, R rows, H query heads, N KV heads (G = H/N query heads share o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ class _Plan:
 
     struct: _Struct
     num_threads: int
-    arrays: list[Ints]
+    arrays: Ints
     """Keeps alive, like `memory`, what `struct` points to."""
     memory: list[torch.Tensor]
 
@@ -73,21 +73,24 @@ class Contexts:
     def __init__(
         self,
         lib: ctypes.CDLL,
-        tables: Sequence[Ints],
+        tables: Ints,
+        table_at: Ints,
         num_queries: Ints,
         start: Ints,
         slots: Ints,
         geometry: Geometry,
     ) -> None:
-        """Per row: its blocks `tables`, how many tokens it has here, and the position of their first `[R]`.
+        """Per row: where in `tables` its blocks begin, how many tokens it has here, the position of their first `[R]`.
 
         What lies in `tables` before a layer's window is not looked at when that layer attends.
 
         slots: per token, counted from the layer's first slot in block 0, where its first key head goes `[T]`.
         """
         self._lib = lib
-        self._num_queries, self._start, self._slots = num_queries, start, np.ascontiguousarray(slots)
-        self._tables, self._geometry = tables, geometry
+        self._num_queries, self._start, self._slots = num_queries, start, slots
+        self._tables, self._table_at, self._geometry = tables, table_at, geometry
+        self._first_token = num_queries.cumsum() - num_queries
+        self._single = num_queries == 1
         self._plans: dict[tuple[int, int], _Plan] = {}
 
     def attend(
@@ -132,26 +135,27 @@ class Contexts:
         kv_heads, head_dim = geometry.num_kv_heads, geometry.head_dim
         group = num_heads // kv_heads
         tile_queries = max(1, _TILE_ROWS // group)
-        single = self._num_queries == 1
+        single, ends = self._single, self._start + self._num_queries
         first_chunk = np.maximum(self._start - window + 1, 0) // _CHUNK
-        chunks = (self._start + self._num_queries - 1) // _CHUNK + 1 - first_chunk
+        chunks = (ends - 1) // _CHUNK + 1 - first_chunk
         tiles = np.where(single, chunks, -(-self._num_queries // tile_queries))
         tile_row = np.repeat(np.arange(len(tiles)), tiles)
-        within = (np.cumsum(tiles)[tile_row] - 1) - np.arange(len(tile_row))  # the longest of a row first
+        within = (tiles.cumsum()[tile_row] - 1) - np.arange(len(tile_row))  # the longest of a row first
         split = np.where(single & (chunks > 1), chunks, 0)
         arrays = [
-            _ends_before(self._num_queries),
+            self._first_token,
             self._num_queries,
             self._start,
-            _ends_before(np.array([len(table) for table in self._tables])),
-            np.concatenate(self._tables),
-            _ends_before(split),
+            self._table_at,
+            self._tables,
+            split.cumsum() - split,
             tile_row,
             np.where(single[tile_row], first_chunk[tile_row] + within, within * tile_queries),
             self._slots,
         ]
-        seen = np.minimum(self._start + self._num_queries, window)
-        scores = int((self._num_queries * seen).sum()) * kv_heads
+        one = np.concatenate(arrays)  # asking each array where it lies takes longer
+        at = accumulate([one.ctypes.data, *(array.nbytes for array in arrays[:-1])])
+        scores = int(self._num_queries @ np.minimum(ends, window)) * kv_heads
         num_threads = torch.get_num_threads() if scores >= _PARALLEL_SCORES else 1
         scratch_floats = self._lib.kvferry_scratch_floats(tile_queries * group, head_dim)
         scratch = torch.empty((num_threads, scratch_floats))
@@ -171,13 +175,8 @@ class Contexts:
             scratch_floats,
             window,
             FORMATS[geometry.format],
-            *[array.ctypes.data for array in arrays],
+            *at,
             *[tensor.data_ptr() for tensor in memory],
         )
-        plan = self._plans[num_heads, window] = _Plan(struct, num_threads, arrays, memory)
+        plan = self._plans[num_heads, window] = _Plan(struct, num_threads, one, memory)
         return plan
-
-
-def _ends_before(counts: Ints) -> Ints:
-    """Where each of consecutive runs begins."""
-    return np.cumsum(counts) - counts

@@ -56,5 +56,5 @@ def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor,
     counts, start = np.array([tokens]), np.array([0])
     stored, width = str(dtype).removeprefix("torch."), cache.element_size()
     geometry = Geometry(kv_heads, dim, size, dim * width, cache[0].numel() * width, stored)
-    contexts = Contexts(lib, [table], counts, start, slots, geometry)
+    contexts = Contexts(lib, table, np.array([0]), counts, start, slots, geometry)
     return "attention", contexts.attend(qkv, angles, cache, Scoring(dim**-0.5)), expected.transpose(0, 1)

@@ -4,7 +4,7 @@
             └── one contiguous span per block: what a transfer sends
 
 A layer is seen as flat rows of the whole tensor, starting at that layer of block 0: then one set of indices serves all
-layers. `span_index` and `slot_index` count in these rows.
+layers. `span_index` and `first_slots` count in these rows.
 """
 
 from __future__ import annotations
@@ -69,9 +69,14 @@ class KVStorage:
         index: npt.NDArray[np.int64] = first[..., None] + np.arange(self._heads)
         return index
 
-    def slot_index(self, block_ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of `slots` for tokens at `offsets` `[...]` within blocks `[...]`, keys first."""
-        return self.span_index(block_ids) * self.layout.block_size + offsets[..., None]
+    def first_slots(self, block_ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of `slots` with the first head of tokens at `offsets` `[...]` within blocks `[...]`."""
+        return block_ids * (self.layout.num_layers * self._heads * self.layout.block_size) + offsets
+
+    def all_slots(self, first_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The same of all heads `[..., planes·rank_heads]`, keys first."""
+        index: npt.NDArray[np.int64] = first_slots[..., None] + np.arange(self._heads) * self.layout.block_size
+        return index
 
 
 class RankStorage:

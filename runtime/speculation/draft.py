@@ -22,7 +22,7 @@ from kvferry.runtime.model.parallel import SingleRank
 from kvferry.runtime.model.runner import Runner
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.sequence import Sequence
-from kvferry.runtime.step import Row, StepPlan
+from kvferry.runtime.step import Row, StepPlan, make_table
 
 MAX_CATCH_UP = 256
 """Tokens of known context that one step computes here, of all sequences together."""
@@ -34,7 +34,7 @@ class _Held:
     __slots__ = ("block_ids", "draft", "num_known")
 
     def __init__(self) -> None:
-        self.block_ids: list[BlockId] = []
+        self.block_ids = make_table()
         self.num_known = 0
         self.draft: list[int] = []
 
@@ -127,7 +127,7 @@ class DraftModel:
     def forget(self, key: SequenceKey) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            self._free += held.block_ids
+            self._free.extend(held.block_ids)
 
 
 def load_draft(model: str, dtype: str, block_size: int, num_blocks: int, device: torch.device) -> DraftModel:
