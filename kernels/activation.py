@@ -28,15 +28,8 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
     `[rows, 2·D]` to a new `[rows, D]`.
     """
-    if activation == "silu":
-        return silu_mul(gate_up)
+    lib = kernels_for(gate_up, gate_up.shape[1] // 2)
+    if lib is not None and activation in cpu.ACTIVATIONS and gate_up.is_contiguous():
+        return cpu.gated(lib, gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, where a row of gate_up is both, one after the other. `[rows, 2·D]` to a new `[rows, D]`."""
-    if gate_up.is_contiguous() and (lib := kernels_for(gate_up, gate_up.shape[1] // 2)) is not None:
-        return cpu.silu_mul(lib, gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import os
-from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.cpu.available import kernels_of
+from kvferry.kernels.cpu.linear import Packed
 from kvferry.kernels.packing import Quantization, fits
 from kvferry.kernels.quantized import can_quantize, quantized
 
-# oneDNN and torch's layer over it each keep what they compiled for a shape: 1024 shapes by default, together 0.6 MB a
-# shape, and every number of tokens is one. A step needs a few dozen. Read at the first call, so set before it.
+# Where torch computes, oneDNN and torch's layer over it each keep what they compiled for a shape: 1024 by default,
+# together 0.6 MB a shape, and every number of tokens is one. A step needs a few dozen. Read at the first call.
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "96")
-
-_ops: Any = torch.ops.mkldnn  # present in every CPU build with oneDNN; `can_prepack` finds out what it holds
-
-
-@cache
-def can_prepack() -> bool:
-    """Whether oneDNN's prepacked bfloat16 linear exists here and computes what `F.linear` does."""
-    try:
-        weight = torch.arange(-512, 512, dtype=torch.float32).view(32, 32).mul_(0.01).bfloat16()
-        x = torch.linspace(-1, 1, 64).view(2, 32).bfloat16()
-        bias = torch.linspace(0, 1, 32).bfloat16()
-        packed = _apply_packed(x, _ops._reorder_linear_weight(weight, None), bias)
-        return bool(torch.allclose(packed.float(), F.linear(x, weight, bias).float(), rtol=0.02, atol=0.05))
-    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
-        return False
-
-
-def _apply_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    y: torch.Tensor = _ops._linear_pointwise(x, weight, bias, "none", [], "")
-    return y
 
 
 class Linear(Protocol):
@@ -60,20 +41,19 @@ def make_linear(
 class PackedLinear:
     """`x @ weight.T + bias`.
 
-    bfloat16 on a CPU is reordered once into oneDNN's blocked layout (a plain call would read the weights at less than
-    half of the memory's speed); the given weight is not kept then. Everything else is `F.linear`.
+    On a CPU the weight is packed once for the kernels, and a row's result depends on nothing but the row; the given
+    weight is not kept then. Where there are no kernels it is `F.linear`.
     """
 
     __slots__ = ("bias", "packed", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight: `[out, in]`; bias: `[out]`, both of one dtype."""
-        self.packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and can_prepack()
-        self.weight: torch.Tensor = _ops._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
-        self.bias = bias
+        lib = kernels_of(weight)
+        self.packed = None if lib is None else Packed(lib, weight)
+        self.weight = weight if self.packed is None else self.packed.weight
+        self.bias = None if bias is None else bias.contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: `[rows, in]` of the weight's dtype; returns a new `[rows, out]`."""
-        if self.packed:
-            return _apply_packed(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x, self.bias)

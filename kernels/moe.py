@@ -103,19 +103,9 @@ class GroupedLinear:
             ends = dispatch.counts.cumsum(0, dtype=torch.int32)
             out: torch.Tensor = F.grouped_mm(x_SC, self._stacked.transpose(1, 2), offs=ends)
             return out
-        parts, start, last = [], 0, len(x_SC)
+        parts, start = [], 0
         for linear, count in zip(self._linears, dispatch.counts.tolist(), strict=True):
             if count:
-                # Rows behind an expert's own only fill up the number: they are another's, and cut off.
-                stop = start + count
-                parts.append(linear(x_SC[start : min(start + _usual(count), last)])[:count])
-                start = stop
+                parts.append(linear(x_SC[start : start + count]))
+                start += count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _usual(count: int) -> int:
-    """The next larger of a few numbers of rows: oneDNN compiles for each number, which takes longer than these rows."""
-    if count <= 8:
-        return 1 << (count - 1).bit_length()
-    step = 8 if count <= 64 else 32
-    return -(-count // step) * step

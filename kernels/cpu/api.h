@@ -6,6 +6,7 @@
 
 enum { kChunk = 128 };  // Positions attended to at once; the softmax of a query is put together from whole chunks.
 enum { kTileRows = 96 };  // Queries x G computed at once against a chunk, or one query if G is larger.
+enum { kPanel = 32 };  // Outputs side by side in a packed weight.
 
 // The contexts of one step's rows; the same for all layers. Mirrored in attention.py.
 struct Contexts {
@@ -15,16 +16,19 @@ struct Contexts {
   int64_t scratch_floats;        // of each thread
   int64_t window;                // positions that a query sees, its own included
   int64_t format;                // of a slot, see formats.h
+  int64_t num_threads;           // that are worth to be woken for this
+  int64_t scores;                // queries times positions of all KV heads
   const int64_t* first_token;    // [R]
   const int64_t* num_queries;    // [R]
   const int64_t* start;          // [R] position of the first query
   const int64_t* table_at;       // [R] where the row's blocks begin in `tables`
   const int64_t* tables;         // blocks of all rows
   const int64_t* partials_at;    // [R] first of the row's chunks in `partials`
+  const int64_t* positions;      // [T]
   const int64_t* tile_row;       // [tiles]
   const int64_t* tile_first;     // [tiles] first query; of a row with one query: the chunk
   const int64_t* slots;          // [T] slot of a token's key head 0, counted from the layer's first in block 0
-  float* scratch;                // [threads, scratch_floats]
+  float* scratch;                // [all threads, scratch_floats]
   float* partials;               // [chunks, N, G, D + 2]
   int32_t* pending;              // [R, N] chunks not yet attended to, zero between calls
 };
@@ -32,29 +36,54 @@ struct Contexts {
 struct Attend {
   const Contexts* contexts;
   void* qkv;            // [T, H + 2N, D]; queries are rotated in place
-  const void* angles;   // [2, T, D/2]
+  const void* angles;   // [2, num_angles, D/2]: cos and sin by position
   const void* q_norm;   // [D] or null
   const void* k_norm;   // [D] or null
   void* cache;          // this layer of block 0
   void* out;            // [T, H, D]
   float eps;
   float scale, softcap;  // scores = softcap * tanh(scale * q k / softcap); 0: not capped
+  int64_t num_angles;
   int64_t next, joined;  // tickets: work to do, threads that came
 };
 
+struct Embed {
+  const int64_t* token_ids;  // [rows]
+  const void* table;    // [vocab, width]
+  void* out;            // [rows, width]
+  float scale;
+  int64_t vocab, rows, width, grain, next;
+};
+
 struct AddNorm {
-  void* x;              // [rows, width]; delta is added in place
-  const void* delta;    // [rows, width] or null
+  void* x;              // [·, width]; delta is added in place
+  const void* delta;    // [·, width] or null
+  const int64_t* index;  // [rows] which rows of x and delta; null: all
   const void* weight;   // [width]
   void* out;            // [rows, width]
   float eps;
   int64_t rows, width, grain, next;
 };
 
-struct SiluMul {
+enum Activation { kSilu, kGeluTanh };
+
+struct Gated {
   const void* gate_up;  // [rows, 2 * width]
   void* out;            // [rows, width]
-  int64_t rows, width, grain, next;
+  int64_t activation, rows, width, grain, next;
+};
+
+struct Argmax {
+  const void* x;        // [rows, width]
+  float* values;        // [rows] the largest, NaN if any is
+  int64_t* ids;         // [rows] the first that is so large
+  int64_t rows, width, next;
+};
+
+struct SumParts {
+  const void* parts;    // [size, count], stride_bytes from one to the next
+  void* out;            // [count]
+  int64_t size, stride_bytes, count;
 };
 
 struct QuantizeRows {
@@ -72,13 +101,34 @@ struct ScaleRows {
   int64_t rows, width, grain, next;
 };
 
+// in: a multiple of what a 32-bit unit holds, as are the strides.
+struct LinearRows {
+  const void* x;       // [rows, in], x_stride from row to row
+  const void* weight;  // packed, see linear.h
+  const void* bias;    // [out_width] or null
+  void* out;           // [rows, out_width], out_stride from row to row
+  const void* after;   // what will be read next, or null
+  int64_t rows, in, out_width, x_stride, out_stride, next;
+};
+
+struct PackLinear {
+  const uint32_t* weight;  // [out_width, units]
+  uint32_t* packed;
+  int64_t units, out_width, next;
+};
+
 // One entry per dtype: float32, bfloat16. Each is run by all threads at once and takes work by tickets.
 struct Kernels {
   int lanes;
+  void (*embed[2])(void*);
   void (*add_norm[2])(void*);
-  void (*silu_mul[2])(void*);
+  void (*gated[2])(void*);
+  void (*argmax[2])(void*);
+  void (*sum_parts[2])(void*);  // by one thread
   void (*quantize_rows[2])(void*);
   void (*scale_rows[2])(void*);
+  void (*pack_linear)(void*);
+  void (*linear[2])(void*);
   void (*rotate_and_write[2])(void*);
   void (*attend[2])(void*);
 };

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +34,9 @@ class _Struct(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("block_size", "block_bytes", "slot_bytes", "tile_queries", "scratch_floats")
         ],
-        *[(name, ctypes.c_int64) for name in ("window", "format")],
+        *[(name, ctypes.c_int64) for name in ("window", "format", "num_threads", "scores")],
         *[(name, ctypes.c_void_p) for name in ("first_token", "num_queries", "start", "table_at", "tables")],
-        *[(name, ctypes.c_void_p) for name in ("partials_at", "tile_row", "tile_first", "slots")],
+        *[(name, ctypes.c_void_p) for name in ("partials_at", "positions", "tile_row", "tile_first", "slots")],
         *[(name, ctypes.c_void_p) for name in ("scratch", "partials", "pending")],
     ]
 
@@ -56,15 +55,22 @@ class Geometry:
     """One of `FORMATS`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Of all layers with the same query heads and window."""
+class Workspace:
+    """Memory for the kernels while they attend. Grows to what the largest step needs; one step uses it at a time."""
 
-    struct: _Struct
-    num_threads: int
-    arrays: Ints
-    """Keeps alive, like `memory`, what `struct` points to."""
-    memory: list[torch.Tensor]
+    def __init__(self) -> None:
+        self._scratch = self._partials = torch.empty(0)
+        self._pending = torch.zeros(0, dtype=torch.int32)  # zero between calls
+
+    def fit(self, scratch: int, partials: int, pending: int) -> list[torch.Tensor]:
+        """At least so many elements of each."""
+        if len(self._scratch) < scratch:
+            self._scratch = torch.empty(scratch)
+        if len(self._partials) < partials:
+            self._partials = torch.empty(partials)
+        if len(self._pending) < pending:
+            self._pending = torch.zeros(pending, dtype=torch.int32)
+        return [self._scratch, self._partials, self._pending]
 
 
 class Contexts:
@@ -77,21 +83,40 @@ class Contexts:
         table_at: Ints,
         num_queries: Ints,
         start: Ints,
-        slots: Ints,
         geometry: Geometry,
+        workspace: Workspace,
     ) -> None:
         """Per row: where in `tables` its blocks begin, how many tokens it has here, the position of their first `[R]`.
 
         What lies in `tables` before a layer's window is not looked at when that layer attends.
-
-        slots: per token, counted from the layer's first slot in block 0, where its first key head goes `[T]`.
         """
-        self._lib = lib
-        self._num_queries, self._start, self._slots = num_queries, start, slots
-        self._tables, self._table_at, self._geometry = tables, table_at, geometry
-        self._first_token = num_queries.cumsum() - num_queries
-        self._single = num_queries == 1
-        self._plans: dict[tuple[int, int], _Plan] = {}
+        self._lib, self._geometry, self._workspace = lib, geometry, workspace
+        ends = num_queries.cumsum()
+        self._rows, self._tokens = len(num_queries), int(ends[-1])
+        self._most_chunks = (int(start.sum()) + self._tokens) // _CHUNK + self._rows
+        of_rows = np.concatenate((ends - num_queries, num_queries, start, table_at))
+        of_tokens = np.empty((2, self._tokens), dtype=np.int64)
+        self.positions: Ints = of_tokens[0]
+        """`[T]`."""
+        self._base = _Struct(
+            num_tokens=self._tokens,
+            num_kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            block_size=geometry.block_size,
+            block_bytes=geometry.block_bytes,
+            slot_bytes=geometry.slot_bytes,
+            format=FORMATS[geometry.format],
+            tables=tables.ctypes.data,
+        )
+        at, step = of_rows.ctypes.data, self._rows * 8
+        for i, name in enumerate(("first_token", "num_queries", "start", "table_at")):
+            setattr(self._base, name, at + i * step)
+        self._base.positions = at = of_tokens.ctypes.data
+        self._base.slots = at + self._tokens * 8
+        lib.kvferry_place_tokens(ctypes.byref(self._base), self._rows, self._base.positions, self._base.slots)
+        self._structs: dict[tuple[int, int], _Struct] = {}
+        self._kept: list[object] = [tables, of_rows, of_tokens]
+        """What the structs point to."""
 
     def attend(
         self,
@@ -105,20 +130,19 @@ class Contexts:
     ) -> torch.Tensor:
         """Norms and rotates queries and keys, stores keys and values, attends. Returns `[T, H, D]`.
 
-        qkv: contiguous `[T, H + 2N, D]`, overwritten; angles: `[2, T, 1, D/2]`, as `rope_angles` gives them, of the
-        same dtype; q_norm, k_norm: weights `[D]` of norms over each head, or None. Mutates `cache`, of which only the
-        start matters: the layer's first slot in block 0.
+        qkv: contiguous `[T, H + 2N, D]`, overwritten; angles: `[2, positions, 1, D/2]`, as `rope_angles` gives them for
+        all positions from 0, of the same dtype; q_norm, k_norm: weights `[D]` of norms over each head, or None. Mutates
+        `cache`, of which only the start matters: the layer's first slot in block 0.
         """
         num_tokens, width, head_dim = qkv.shape
         num_heads = width - 2 * self._geometry.num_kv_heads
-        key = num_heads, scoring.window or _NO_WINDOW
-        plan = self._plans.get(key) or self._prepare(*key)
         out = qkv.new_empty((num_tokens, num_heads, head_dim))
         self._lib.kvferry_attend(
             DTYPES[qkv.dtype],
-            ctypes.byref(plan.struct),
+            self.address(num_heads, scoring.window),
             qkv.data_ptr(),
             angles.data_ptr(),
+            angles.shape[1],
             None if q_norm is None else q_norm.data_ptr(),
             None if k_norm is None else k_norm.data_ptr(),
             eps,
@@ -126,57 +150,30 @@ class Contexts:
             scoring.softcap or 0.0,
             cache.data_ptr(),
             out.data_ptr(),
-            plan.num_threads,
         )
         return out
 
-    def _prepare(self, num_heads: int, window: int) -> _Plan:
-        geometry = self._geometry
-        kv_heads, head_dim = geometry.num_kv_heads, geometry.head_dim
+    def address(self, num_heads: int, window: int | None) -> int:
+        """Of the C struct for so many query heads and this window; valid as long as this object is."""
+        key = num_heads, window or _NO_WINDOW
+        return ctypes.addressof(self._structs.get(key) or self._prepare(*key))
+
+    def _prepare(self, num_heads: int, window: int) -> _Struct:
+        kv_heads, head_dim = self._geometry.num_kv_heads, self._geometry.head_dim
         group = num_heads // kv_heads
         tile_queries = max(1, _TILE_ROWS // group)
-        single, ends = self._single, self._start + self._num_queries
-        first_chunk = np.maximum(self._start - window + 1, 0) // _CHUNK
-        chunks = (ends - 1) // _CHUNK + 1 - first_chunk
-        tiles = np.where(single, chunks, -(-self._num_queries // tile_queries))
-        tile_row = np.repeat(np.arange(len(tiles)), tiles)
-        within = (tiles.cumsum()[tile_row] - 1) - np.arange(len(tile_row))  # the longest of a row first
-        split = np.where(single & (chunks > 1), chunks, 0)
-        arrays = [
-            self._first_token,
-            self._num_queries,
-            self._start,
-            self._table_at,
-            self._tables,
-            split.cumsum() - split,
-            tile_row,
-            np.where(single[tile_row], first_chunk[tile_row] + within, within * tile_queries),
-            self._slots,
-        ]
-        one = np.concatenate(arrays)  # asking each array where it lies takes longer
-        at = accumulate([one.ctypes.data, *(array.nbytes for array in arrays[:-1])])
-        scores = int(self._num_queries @ np.minimum(ends, window)) * kv_heads
-        num_threads = torch.get_num_threads() if scores >= _PARALLEL_SCORES else 1
+        struct = self._structs[num_heads, window] = _Struct.from_buffer_copy(self._base)
+        struct.num_heads, struct.window, struct.tile_queries = num_heads, window, tile_queries
+        room = self._most_chunks + self._tokens // tile_queries + self._rows
+        tiles = np.empty(self._rows + 2 * room, dtype=np.int64)
+        split = self._lib.kvferry_cut_tiles(ctypes.byref(struct), self._rows, tiles.ctypes.data, room)
+        all_threads = torch.get_num_threads()
+        struct.num_threads = all_threads if struct.scores >= _PARALLEL_SCORES else 1
         scratch_floats = self._lib.kvferry_scratch_floats(tile_queries * group, head_dim)
-        scratch = torch.empty((num_threads, scratch_floats))
-        partials = torch.empty((int(split.sum()), num_heads, head_dim + 2))
-        pending = torch.zeros((len(tiles), kv_heads), dtype=torch.int32)
-        memory = [scratch, partials, pending]
-        struct = _Struct(
-            len(self._slots),
-            len(tile_row),
-            num_heads,
-            kv_heads,
-            head_dim,
-            geometry.block_size,
-            geometry.block_bytes,
-            geometry.slot_bytes,
-            tile_queries,
-            scratch_floats,
-            window,
-            FORMATS[geometry.format],
-            *at,
-            *[tensor.data_ptr() for tensor in memory],
+        memory = self._workspace.fit(
+            all_threads * scratch_floats, split * num_heads * (head_dim + 2), self._rows * kv_heads
         )
-        plan = self._plans[num_heads, window] = _Plan(struct, num_threads, one, memory)
-        return plan
+        struct.scratch_floats = scratch_floats
+        struct.scratch, struct.partials, struct.pending = (tensor.data_ptr() for tensor in memory)
+        self._kept += [tiles, *memory]
+        return struct

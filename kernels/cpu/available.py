@@ -22,7 +22,18 @@ _ALIGNMENT = 8
 
 def kernels_for(x: torch.Tensor, width: int) -> ctypes.CDLL | None:
     """The kernels, if they take tensors like x whose rows are `width` long; else torch's operations are to be used."""
-    return library() if x.dtype in DTYPES and x.device.type == "cpu" and width % _ALIGNMENT == 0 else None
+    return kernels_with(x.dtype, x.device, width)
+
+
+def kernels_with(dtype: torch.dtype, device: torch.device, width: int) -> ctypes.CDLL | None:
+    """As `kernels_for`, without a tensor."""
+    return library() if dtype in DTYPES and device.type == "cpu" and width % _ALIGNMENT == 0 else None
+
+
+def kernels_of(weight: torch.Tensor) -> ctypes.CDLL | None:
+    """The kernels, if they multiply with such a weight `[out, in]`: whole 32-bit units of inputs."""
+    fits = weight.dtype in DTYPES and weight.device.type == "cpu" and weight.shape[1] * weight.element_size() % 4 == 0
+    return library() if fits else None
 
 
 @cache

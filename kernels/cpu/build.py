@@ -18,17 +18,21 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libkvferry_cpu.so"
 COMPILE_TIMEOUT_S = 300
-SOURCES = (
+_UNITS = ("dispatch.cpp", "program.cpp")
+"""Compiled once; `kernels.cpp` once for each instruction set."""
+_HEADERS = (
     "api.h",
     "attention.h",
-    "dispatch.cpp",
+    "dispatch.h",
     "formats.h",
     "int4.h",
-    "kernels.cpp",
+    "linear.h",
+    "program.h",
     "quantize.h",
     "small.h",
     "vec.h",
 )
+SOURCES = (*_HEADERS, "kernels.cpp", *_UNITS)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno")
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -62,7 +66,8 @@ def compile_library(target: Path) -> None:
             _run([*compiler, *_FLAGS, *flags, name, "-c", str(HERE / "kernels.cpp"), "-o", objects[-1]])
         build = f'-DKVFERRY_BUILD="{source_digest()}"'
         draft = f"{folder}/{LIBRARY}"
-        _run([*compiler, *_FLAGS, build, "-shared", str(HERE / "dispatch.cpp"), *objects, "-o", draft])
+        units = [str(HERE / name) for name in _UNITS]
+        _run([*compiler, *_FLAGS, build, "-shared", *units, *objects, "-o", draft])
         os.replace(draft, target)
 
 

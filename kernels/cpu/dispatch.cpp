@@ -1,5 +1,5 @@
 // The C ABI: chooses the instruction set and the number of threads. dtype: 0 float32, 1 bfloat16.
-#include "api.h"
+#include "dispatch.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -29,15 +29,18 @@ __attribute__((constructor)) void find_levels() {
   levels[num_levels++] = &kvferry_baseline;
 }
 
-// The best that cuts `width` into pairs of vectors, or null.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+typedef int (*Count)();
+Parallel parallel = nullptr;
+Count count = nullptr;
+
+}  // namespace
+
 const Kernels* choose(int64_t width) {
   for (int i = first_level; i < num_levels; i++)
     if (width % (2 * levels[i]->lanes) == 0) return levels[i];
   return nullptr;
 }
-
-typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-Parallel parallel = nullptr;
 
 void run(void (*kernel)(void*), void* job, int threads) {
   if (threads > 1 && parallel) {
@@ -47,7 +50,7 @@ void run(void (*kernel)(void*), void* job, int threads) {
   }
 }
 
-}  // namespace
+int num_threads() { return parallel ? count() : 1; }
 
 EXPORT const char* kvferry_build() { return KVFERRY_BUILD; }
 
@@ -56,8 +59,12 @@ EXPORT int kvferry_levels() { return num_levels; }
 // For tests: leave out the best `level` instruction sets.
 EXPORT void kvferry_skip_levels(int level) { first_level = level < num_levels ? level : num_levels - 1; }
 
-// `GOMP_parallel` of the OpenMP that torch uses, so that both share one pool of threads. Without: one thread.
-EXPORT void kvferry_use_threads_of(void* gomp_parallel) { parallel = (Parallel)gomp_parallel; }
+// `GOMP_parallel` and `omp_get_num_threads` of the OpenMP that torch uses, so that both share one pool of threads.
+// Without: one thread.
+EXPORT void kvferry_use_threads_of(void* gomp_parallel, void* omp_get_num_threads) {
+  parallel = (Parallel)gomp_parallel;
+  count = (Count)omp_get_num_threads;
+}
 
 // Floats that one thread needs for a tile of `rows` queries x G.
 EXPORT int64_t kvferry_scratch_floats(int64_t rows, int64_t head_dim) {
@@ -65,22 +72,65 @@ EXPORT int64_t kvferry_scratch_floats(int64_t rows, int64_t head_dim) {
   return (floats + 31) / 32 * 32;  // so that each thread's begins on a cache line
 }
 
+// Positions of all tokens, and where their keys go. The rest of `all` up to here is known, but for tiles and scratch.
+EXPORT void kvferry_place_tokens(const Contexts* all, int64_t rows, int64_t* positions, int64_t* slots) {
+  int64_t block_slots = all->block_bytes / all->slot_bytes;
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t* table = all->tables + all->table_at[row];
+    for (int64_t i = 0; i < all->num_queries[row]; i++) {
+      int64_t position = all->start[row] + i;
+      *positions++ = position;
+      *slots++ = table[position / all->block_size] * block_slots + position % all->block_size;
+    }
+  }
+}
+
+// Cuts the rows into tiles, the longest of a row first. out: partials_at [rows], then tile_row and tile_first one after
+// the other, which have room for `room` tiles each. Returns how many chunks are merged from parts.
+EXPORT int64_t kvferry_cut_tiles(Contexts* all, int64_t rows, int64_t* out, int64_t room) {
+  int64_t *partials_at = out, *tile_row = out + rows, *tile_first = tile_row + room, tiles = 0, split = 0;
+  all->scores = 0;
+  for (int64_t row = 0; row < rows; row++) {
+    int64_t count = all->num_queries[row], end = all->start[row] + count, before = all->start[row] - all->window + 1;
+    int64_t first = before > 0 ? before / kChunk : 0, chunks = (end - 1) / kChunk + 1 - first;
+    int64_t of_row = count == 1 ? chunks : (count + all->tile_queries - 1) / all->tile_queries;
+    partials_at[row] = split;
+    if (count == 1 && chunks > 1) split += chunks;
+    for (int64_t i = of_row - 1; i >= 0; i--, tiles++) {
+      tile_row[tiles] = row;
+      tile_first[tiles] = count == 1 ? first + i : i * all->tile_queries;
+    }
+    all->scores += count * (end < all->window ? end : all->window) * all->num_kv_heads;
+  }
+  all->num_tiles = tiles;
+  all->partials_at = partials_at;
+  all->tile_row = tile_row;
+  all->tile_first = tile_first;
+  return split;
+}
+
 // These return 0, or 1 for a width that is no multiple of 8.
 EXPORT int kvferry_add_norm(int dtype, void* x, const void* delta, const void* weight, void* out, float eps, int64_t rows,
                             int64_t width, int threads) {
   const Kernels* kernels = choose(width);
   if (!kernels) return 1;
-  AddNorm job = {x, delta, weight, out, eps, rows, width, rows / (threads * 4) + 1, 0};
+  AddNorm job = {x, delta, nullptr, weight, out, eps, rows, width, rows / (threads * 4) + 1, 0};
   run(kernels->add_norm[dtype], &job, threads);
   return 0;
 }
 
-EXPORT int kvferry_silu_mul(int dtype, const void* gate_up, void* out, int64_t rows, int64_t width, int threads) {
+EXPORT int kvferry_gated(int dtype, const void* gate_up, void* out, int64_t activation, int64_t rows, int64_t width,
+                         int threads) {
   const Kernels* kernels = choose(width);
   if (!kernels) return 1;
-  SiluMul job = {gate_up, out, rows, width, rows / (threads * 4) + 1, 0};
-  run(kernels->silu_mul[dtype], &job, threads);
+  Gated job = {gate_up, out, activation, rows, width, rows / (threads * 4) + 1, 0};
+  run(kernels->gated[dtype], &job, threads);
   return 0;
+}
+
+EXPORT void kvferry_argmax(int dtype, const void* x, int64_t rows, int64_t width, float* values, int64_t* ids, int threads) {
+  Argmax job = {x, values, ids, rows, width, 0};
+  run(choose(0)->argmax[dtype], &job, threads);
 }
 
 EXPORT int kvferry_quantize_rows(int dtype, const void* x, uint8_t* out, float* scales, int64_t rows, int64_t width,
@@ -101,12 +151,30 @@ EXPORT int kvferry_scale_rows(int dtype, const float* y, const float* scales, co
   return 0;
 }
 
-EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, const void* q_norm,
-                          const void* k_norm, float eps, float scale, float softcap, void* cache, void* out,
-                          int threads) {
+// Of a weight [out_width, in]; in: a multiple of what 32 bits hold.
+EXPORT int64_t kvferry_packed_linear_bytes(int dtype, int64_t out_width, int64_t in) {
+  return (out_width + kPanel - 1) / kPanel * kPanel * in * (dtype ? 2 : 4);
+}
+
+EXPORT void kvferry_pack_linear(int dtype, const void* weight, void* packed, int64_t out_width, int64_t in, int threads) {
+  PackLinear job = {(const uint32_t*)weight, (uint32_t*)packed, dtype ? in / 2 : in, out_width, 0};
+  run(levels[first_level]->pack_linear, &job, threads);
+}
+
+// Strides from row to row, in elements; x's a multiple of what 32 bits hold.
+EXPORT void kvferry_linear(int dtype, const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                           int64_t in, int64_t out_width, int64_t x_stride, int64_t out_stride, int threads) {
+  LinearRows job = {x, packed, bias, out, nullptr, rows, in, out_width, x_stride, out_stride, 0};
+  run(levels[first_level]->linear[dtype], &job, threads);
+}
+
+EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, int64_t num_angles,
+                          const void* q_norm, const void* k_norm, float eps, float scale, float softcap, void* cache,
+                          void* out) {
   const Kernels* kernels = choose(contexts->head_dim);
   if (!kernels) return 1;
-  Attend job = {contexts, qkv, angles, q_norm, k_norm, cache, out, eps, scale, softcap, 0, 0};
+  Attend job = {contexts, qkv, angles, q_norm, k_norm, cache, out, eps, scale, softcap, num_angles, 0, 0};
+  int threads = (int)contexts->num_threads;
   run(kernels->rotate_and_write[dtype], &job, contexts->num_tokens >= 8 ? threads : 1);
   job.next = job.joined = 0;
   run(kernels->attend[dtype], &job, threads);

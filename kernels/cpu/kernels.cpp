@@ -1,5 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with KVFERRY_ISA as the name of the table.
 #include "attention.h"
+#include "linear.h"
 #include "quantize.h"
 #include "small.h"
 
@@ -7,10 +8,15 @@ extern "C" {
 extern const Kernels KVFERRY_ISA;
 const Kernels KVFERRY_ISA = {
     W,
+    {embed<float>, embed<bf16>},
     {add_norm<float>, add_norm<bf16>},
-    {silu_mul<float>, silu_mul<bf16>},
+    {gated<float>, gated<bf16>},
+    {argmax<float>, argmax<bf16>},
+    {sum_parts<float>, sum_parts<bf16>},
     {quantize_rows<float>, quantize_rows<bf16>},
     {scale_rows<float>, scale_rows<bf16>},
+    pack_linear,
+    {linear<float>, linear<bf16>},
     {rotate_and_write<float>, rotate_and_write<bf16>},
     {attend<float>, attend<bf16>},
 };

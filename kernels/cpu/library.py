@@ -14,13 +14,20 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_build": (ctypes.c_char_p, []),
     "kvferry_levels": (_INT, []),
     "kvferry_skip_levels": (None, [_INT]),
-    "kvferry_use_threads_of": (None, [_P]),
+    "kvferry_use_threads_of": (None, [_P, _P]),
     "kvferry_scratch_floats": (_I64, [_I64, _I64]),
     "kvferry_add_norm": (_INT, [_INT, _P, _P, _P, _P, _FLOAT, _I64, _I64, _INT]),
-    "kvferry_silu_mul": (_INT, [_INT, _P, _P, _I64, _I64, _INT]),
+    "kvferry_gated": (_INT, [_INT, _P, _P, _I64, _I64, _I64, _INT]),
+    "kvferry_argmax": (None, [_INT, _P, _I64, _I64, _P, _P, _INT]),
     "kvferry_quantize_rows": (_INT, [_INT, _P, _P, _P, _I64, _I64, _INT]),
     "kvferry_scale_rows": (_INT, [_INT, _P, _P, _P, _P, _I64, _I64, _INT]),
-    "kvferry_attend": (_INT, [_INT, _P, _P, _P, _P, _P, _FLOAT, _FLOAT, _FLOAT, _P, _P, _INT]),
+    "kvferry_packed_linear_bytes": (_I64, [_INT, _I64, _I64]),
+    "kvferry_pack_linear": (None, [_INT, _P, _P, _I64, _I64, _INT]),
+    "kvferry_linear": (None, [_INT, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64, _INT]),
+    "kvferry_attend": (_INT, [_INT, _P, _P, _P, _I64, _P, _P, _FLOAT, _FLOAT, _FLOAT, _P, _P]),
+    "kvferry_place_tokens": (None, [_P, _I64, _P, _P]),
+    "kvferry_cut_tiles": (_I64, [_P, _I64, _P, _I64]),
+    "kvferry_run": (None, [_P, _I64, _P, _INT, _INT]),
 }
 REMEDY = "build them with `python -m kvferry.kernels.cpu.build`"
 
@@ -42,14 +49,15 @@ def load(path: Path) -> ctypes.CDLL:
         raise Unusable(f"{path} cannot be loaded ({error}); {REMEDY}") from error
     if found.kvferry_build().decode() != source_digest():
         raise Unusable(f"{path} was built from other sources; {REMEDY}")
-    found.kvferry_use_threads_of(_gomp_parallel())
+    found.kvferry_use_threads_of(*_openmp())
     return found
 
 
-def _gomp_parallel() -> int | None:
-    """How torch's own OpenMP starts threads: looked up through torch, since a process may hold several OpenMPs."""
+def _openmp() -> tuple[int | None, int | None]:
+    """How torch's own OpenMP starts threads and counts them: a process may hold several OpenMPs."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value
+        parallel, count = torch_cpu.GOMP_parallel, torch_cpu.omp_get_num_threads
+        return ctypes.cast(parallel, _P).value, ctypes.cast(count, _P).value
     except (OSError, AttributeError):
-        return None
+        return None, None

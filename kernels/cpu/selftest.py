@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
-from kvferry.kernels.cpu.attention import Contexts, Geometry
-from kvferry.kernels.cpu.operations import DTYPES, add_norm_, silu_mul
+from kvferry.kernels.cpu.attention import Contexts, Geometry, Workspace
+from kvferry.kernels.cpu.linear import Packed
+from kvferry.kernels.cpu.operations import DTYPES, add_norm_, gated
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
@@ -19,7 +20,12 @@ def wrong_results(lib: ctypes.CDLL) -> list[str]:
     """What disagrees: names of operations with their dtypes."""
     wrong = []
     for dtype in DTYPES:
-        for name, got, expected in (_norm(lib, dtype), _silu(lib, dtype), _attention(lib, dtype)):
+        for name, got, expected in (
+            _norm(lib, dtype),
+            _silu(lib, dtype),
+            _linear(lib, dtype),
+            _attention(lib, dtype),
+        ):
             if not torch.allclose(got.float(), expected, rtol=0, atol=_TOLERANCE[dtype]):
                 wrong.append(f"{name} in {str(dtype).removeprefix('torch.')}")
     return wrong
@@ -40,7 +46,12 @@ def _silu(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torc
     gate_up = (_wave(3, 128, step=0.7) * 4).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
     product = F.silu(gate) * up
-    return "silu", silu_mul(lib, gate_up) / 16, product / 16
+    return "silu", gated(lib, gate_up, "silu") / 16, product / 16
+
+
+def _linear(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torch.Tensor]:
+    x, weight = _wave(13, 64, step=0.7).to(dtype), (_wave(40, 64, step=1.1) / 8).to(dtype)
+    return "linear", Packed(lib, weight)(x, x[0, :40]), F.linear(x.float(), weight.float(), x[0, :40].float())
 
 
 def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torch.Tensor]:
@@ -51,10 +62,8 @@ def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor,
     q, k, v = torch.split(qkv.float().transpose(0, 1), [heads, kv_heads, kv_heads])
     expected = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
     cache = torch.full((3, 2, kv_heads, size, dim), float("nan"), dtype=dtype)
-    table, position = np.array([2, 1, 0]), np.arange(tokens)
-    slots = table[position // size] * (2 * kv_heads * size) + position % size
-    counts, start = np.array([tokens]), np.array([0])
     stored, width = str(dtype).removeprefix("torch."), cache.element_size()
     geometry = Geometry(kv_heads, dim, size, dim * width, cache[0].numel() * width, stored)
-    contexts = Contexts(lib, table, np.array([0]), counts, start, slots, geometry)
+    tables = np.array([2, 1, 0]), np.array([0]), np.array([tokens]), np.array([0])
+    contexts = Contexts(lib, *tables, geometry, Workspace())
     return "attention", contexts.attend(qkv, angles, cache, Scoring(dim**-0.5)), expected.transpose(0, 1)

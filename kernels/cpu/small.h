@@ -23,6 +23,26 @@ void normalise(const T* x, const T* weight, T* out, int64_t width, float eps) {
   }
 }
 
+// A token outside of the table becomes NaN, which nobody takes for an answer.
+template <class T>
+void embed(void* arg) {
+  Embed* job = (Embed*)arg;
+  for (int64_t first; (first = take(&job->next, job->grain)) < job->rows;) {
+    int64_t stop = first + job->grain < job->rows ? first + job->grain : job->rows;
+    for (int64_t row = first; row < stop; row++) {
+      int64_t token = job->token_ids[row];
+      bool known = token >= 0 && token < job->vocab;
+      float scale = known ? job->scale : __builtin_nanf("");
+      const T* x = (const T*)job->table + (known ? token : 0) * job->width;
+      for (int64_t i = 0; i < job->width; i += 2 * W) {
+        vf a, b;
+        load2(x + i, a, b);
+        store2((T*)job->out + row * job->width + i, a * scale, b * scale);
+      }
+    }
+  }
+}
+
 template <class T>
 void add_norm(void* arg) {
   AddNorm* job = (AddNorm*)arg;
@@ -30,9 +50,10 @@ void add_norm(void* arg) {
   for (int64_t first; (first = take(&job->next, job->grain)) < job->rows;) {
     int64_t stop = first + job->grain < job->rows ? first + job->grain : job->rows;
     for (int64_t row = first; row < stop; row++) {
-      T* x = (T*)job->x + row * job->width;
+      int64_t from = job->index ? job->index[row] : row;
+      T* x = (T*)job->x + from * job->width;
       if (job->delta) {
-        const T* delta = (const T*)job->delta + row * job->width;
+        const T* delta = (const T*)job->delta + from * job->width;
         for (int64_t i = 0; i < job->width; i += 2 * W) {
           vf a, b, da, db;
           load2(x + i, a, b);
@@ -45,21 +66,97 @@ void add_norm(void* arg) {
   }
 }
 
+// Both activations are x * sigmoid(something): tanh(u) = 2 * sigmoid(2u) - 1.
+template <Activation A>
+INLINE vf activate(vf x) {
+  vf u = A == kSilu ? x : x * (1.59576912f + 0.0713548163f * x * x);  // 2 sqrt(2 / pi) (x + 0.044715 x^3)
+  return x / (1.0f + exp(-u));
+}
+
+template <class T, Activation A>
+INLINE void gate(const T* gates, const T* ups, T* out, int64_t width) {
+  for (int64_t i = 0; i < width; i += 2 * W) {
+    vf a, b, ua, ub;
+    load2(gates + i, a, b);
+    load2(ups + i, ua, ub);
+    store2(out + i, activate<A>(a) * ua, activate<A>(b) * ub);
+  }
+}
+
 template <class T>
-void silu_mul(void* arg) {
-  SiluMul* job = (SiluMul*)arg;
+void gated(void* arg) {
+  Gated* job = (Gated*)arg;
   for (int64_t first; (first = take(&job->next, job->grain)) < job->rows;) {
     int64_t stop = first + job->grain < job->rows ? first + job->grain : job->rows;
     for (int64_t row = first; row < stop; row++) {
-      const T *gate = (const T*)job->gate_up + row * 2 * job->width, *up = gate + job->width;
+      const T *gates = (const T*)job->gate_up + row * 2 * job->width, *ups = gates + job->width;
       T* out = (T*)job->out + row * job->width;
-      for (int64_t i = 0; i < job->width; i += 2 * W) {
-        vf a, b, ua, ub;
-        load2(gate + i, a, b);
-        load2(up + i, ua, ub);
-        store2(out + i, a / (1.0f + exp(-a)) * ua, b / (1.0f + exp(-b)) * ub);
+      if (job->activation == kSilu) {
+        gate<T, kSilu>(gates, ups, out, job->width);
+      } else {
+        gate<T, kGeluTanh>(gates, ups, out, job->width);
       }
     }
+  }
+}
+
+INLINE float value(float x) { return x; }
+INLINE float value(bf16 x) { return as_float((uint32_t)x.bits << 16); }
+
+template <class T>
+void argmax(void* arg) {
+  Argmax* job = (Argmax*)arg;
+  const int64_t kRun = 32 * W;  // looked through one by one for the largest, once it is known to be there
+  for (int64_t row; (row = take(&job->next, 1)) < job->rows;) {
+    const T* x = (const T*)job->x + row * job->width;
+    float top = -__builtin_inff();
+    int64_t best = 0;
+    bool unknown = false;
+    for (int64_t first = 0; first < job->width; first += kRun) {
+      int64_t stop = first + kRun < job->width ? first + kRun : job->width, i = first;
+      vf most = splat(-__builtin_inff()), a, b;
+      vi broken = {};
+      for (; i + 2 * W <= stop; i += 2 * W) {
+        load2(x + i, a, b);
+        most = max(max(a, b), most);
+        broken |= (vi)(a != a) | (vi)(b != b);
+      }
+      float here = -__builtin_inff();
+      for (int l = 0; l < W; l++) {
+        here = most[l] > here ? most[l] : here;
+        unknown |= broken[l] != 0;
+      }
+      for (; i < stop; i++) {
+        float v = value(x[i]);
+        here = v > here ? v : here;
+        unknown |= v != v;
+      }
+      if (here > top) {
+        top = here;
+        best = first;
+      }
+    }
+    int64_t end = best + kRun < job->width ? best + kRun : job->width;
+    while (best + 1 < end && value(x[best]) != top) best++;
+    job->values[row] = unknown ? __builtin_nanf("") : top;
+    job->ids[row] = best;
+  }
+}
+
+// One rounding at the end, in the order of the parts.
+template <class T>
+void sum_parts(void* arg) {
+  SumParts* job = (SumParts*)arg;
+  const char* parts = (const char*)job->parts;
+  for (int64_t i = 0; i < job->count; i += 2 * W) {
+    vf a, b, na, nb;
+    load2((const T*)parts + i, a, b);
+    for (int64_t part = 1; part < job->size; part++) {
+      load2((const T*)(parts + part * job->stride_bytes) + i, na, nb);
+      a += na;
+      b += nb;
+    }
+    store2((T*)job->out + i, a, b);
   }
 }
 
@@ -86,11 +183,11 @@ void rotate_and_write(void* arg) {
   int64_t heads = all->num_heads, kv_heads = all->num_kv_heads, dim = all->head_dim, half = dim / 2;
   bool native = all->format == Native<T>::kFormat;
   float* row = all->scratch + take(&job->joined, 1) * all->scratch_floats;
-  const T *cosines = (const T*)job->angles, *sines = cosines + all->num_tokens * half;
+  const T *cosines = (const T*)job->angles, *sines = cosines + job->num_angles * half;
   for (int64_t token; (token = take(&job->next, 1)) < all->num_tokens;) {
     T* x = (T*)job->qkv + token * (heads + 2 * kv_heads) * dim;
     uint8_t* slot = (uint8_t*)job->cache + all->slots[token] * all->slot_bytes;
-    const T *cos = cosines + token * half, *sin = sines + token * half;
+    const T *cos = cosines + all->positions[token] * half, *sin = sines + all->positions[token] * half;
     for (int64_t head = 0; head < heads; head++, x += dim) {
       if (job->q_norm) normalise(x, (const T*)job->q_norm, x, dim, job->eps);
       if (all->format == kInt4) {

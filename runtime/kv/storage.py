@@ -4,7 +4,7 @@
             └── one contiguous span per block: what a transfer sends
 
 A layer is seen as flat rows of the whole tensor, starting at that layer of block 0: then one set of indices serves all
-layers. `span_index` and `first_slots` count in these rows.
+layers. `span_index` and `slot_index` count in these rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.kernels.cpu.attention import Workspace
 from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.groups import KVGroups
@@ -39,6 +40,7 @@ class KVStorage:
         self.num_blocks = num_blocks
         slot, element = layout.block_shape[-1], getattr(torch, layout.format.element)
         self.format = SlotFormat(layout.dtype, dtype or getattr(torch, layout.dtype), layout.head_dim, slot)
+        self.workspace = Workspace()
         self.blocks = torch.empty((num_blocks, *layout.block_shape), dtype=element, device=device)
         self._heads = layout.planes * layout.rank_heads
         """Keys and values count as heads 0 … 2·rank_heads-1 of a layer, latents as its only one."""
@@ -69,14 +71,9 @@ class KVStorage:
         index: npt.NDArray[np.int64] = first[..., None] + np.arange(self._heads)
         return index
 
-    def first_slots(self, block_ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of `slots` with the first head of tokens at `offsets` `[...]` within blocks `[...]`."""
-        return block_ids * (self.layout.num_layers * self._heads * self.layout.block_size) + offsets
-
-    def all_slots(self, first_slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The same of all heads `[..., planes·rank_heads]`, keys first."""
-        index: npt.NDArray[np.int64] = first_slots[..., None] + np.arange(self._heads) * self.layout.block_size
-        return index
+    def slot_index(self, block_ids: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of `slots` for tokens at `offsets` `[...]` within blocks `[...]`, keys first."""
+        return self.span_index(block_ids) * self.layout.block_size + offsets[..., None]
 
 
 class RankStorage:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 from kvferry.kernels.attention import PagedRows
 from kvferry.kernels.cpu.attention import FORMATS, Contexts, Geometry
-from kvferry.kernels.cpu.available import kernels_for
+from kvferry.kernels.cpu.available import kernels_with
 from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import NO_BLOCK
@@ -69,17 +70,14 @@ class Batch:
     """int64 `[T]`."""
     positions: torch.Tensor
     """int64 `[T]`."""
+    num_positions: int
+    """More than any of them."""
     sample_index: torch.Tensor
     """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
     contexts: Contexts | None
     """Where the CPU kernels attend. All below is for torch's operations."""
     format: SlotFormat
     gathers: Gathers
-
-    @property
-    def write_index(self) -> torch.Tensor:
-        """int64 `[T·2N]`: slots of the new keys and values."""
-        return self.gathers.write_index
 
 
 class _Rows:
@@ -98,10 +96,14 @@ class _Rows:
         """Of each row's tokens in the batch."""
         self.row_of = slice(None) if decodes else np.repeat(np.arange(len(rows)), self.lengths)
         """Of each token, `[T]`; as an index."""
-        self.positions = np.arange(self.stops[-1]) + (self.start - self.stops + self.lengths)[self.row_of]
-        """`[T]`."""
         self.sample_index = self._sample_index(rows, order)
         """Of the wanted tokens, in the plan's order."""
+
+    @cached_property
+    def positions(self) -> Ints:
+        """`[T]`."""
+        found: Ints = np.arange(self.stops[-1]) + (self.start - self.stops + self.lengths)[self.row_of]
+        return found
 
     def _sample_index(self, rows: Sequence[Row], order: Ints) -> Ints:
         counts = np.array([int(row.num_samples) for row in rows])
@@ -156,25 +158,27 @@ def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
 
 
 def _batch(rows: _Rows, token_ids: Ints, tables: Sequence[Table], storage: KVStorage, first_block: int = 0) -> Batch:
-    device, size = storage.blocks.device, rows.block_size
+    device = storage.blocks.device
     blocks = rows.tables(tables, first_block)
     table_at = rows.num_blocks.cumsum() - rows.num_blocks
-    first_slots = storage.first_slots(blocks[table_at[rows.row_of] + rows.positions // size], rows.positions % size)
+    contexts = _contexts(rows, blocks, table_at, storage)
+    positions = rows.positions if contexts is None else contexts.positions
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(rows.positions).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        num_positions=int((rows.start + rows.lengths).max()),
         sample_index=torch.from_numpy(rows.sample_index).to(device),
-        contexts=_contexts(rows, blocks, table_at, first_slots, storage),
+        contexts=contexts,
         format=storage.format,
-        gathers=Gathers(rows, blocks, table_at, first_slots, storage),
+        gathers=Gathers(rows, blocks, table_at, storage),
     )
 
 
-def _contexts(rows: _Rows, blocks: Ints, table_at: Ints, first_slots: Ints, storage: KVStorage) -> Contexts | None:
-    """`None`: not by the CPU kernels."""
-    layout, format = storage.layout, storage.format
-    lib = kernels_for(storage.blocks.new_empty(0, dtype=format.dtype), layout.head_dim)
-    if lib is None or format.name not in FORMATS or layout.planes != 2:  # latents are torch's
+def _contexts(rows: _Rows, blocks: Ints, table_at: Ints, storage: KVStorage) -> Contexts | None:
+    """None where the kernels do not know the device, the numbers or the format; latents are torch's too."""
+    layout, stored = storage.layout, storage.format
+    lib = kernels_with(stored.dtype, storage.blocks.device, layout.head_dim)
+    if lib is None or stored.name not in FORMATS or layout.planes != 2:
         return None
     geometry = Geometry(
         num_kv_heads=layout.rank_heads,
@@ -182,9 +186,9 @@ def _contexts(rows: _Rows, blocks: Ints, table_at: Ints, first_slots: Ints, stor
         block_size=layout.block_size,
         slot_bytes=layout.slot_bytes,
         block_bytes=layout.block_bytes,
-        format=format.name,
+        format=stored.name,
     )
-    return Contexts(lib, blocks, table_at, rows.lengths, rows.start, first_slots, geometry)
+    return Contexts(lib, blocks, table_at, rows.lengths, rows.start, geometry, storage.workspace)
 
 
 def _groups(num_blocks: Sequence[int]) -> list[int]:
@@ -218,20 +222,19 @@ class _Context:
 class Gathers:
     """Finds the rows' contexts. What a batch gathers goes into the same memory, one part after the other."""
 
-    def __init__(self, rows: _Rows, blocks: Ints, table_at: Ints, first_slots: Ints, storage: KVStorage) -> None:
-        self._rows, self._blocks, self._table_at, self._first_slots = rows, blocks, table_at, first_slots
+    def __init__(self, rows: _Rows, blocks: Ints, table_at: Ints, storage: KVStorage) -> None:
+        self._rows, self._blocks, self._table_at = rows, blocks, table_at
         self._storage = storage
-        self._memory = storage.blocks.new_empty((0, storage.spans[0].shape[1]))
+        self._memory: torch.Tensor | None = None
         self._parts: dict[int | None, Parts] = {}
-        self._write_index: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def write_index(self) -> torch.Tensor:
-        """As `Batch` says; made at the first call."""
-        if self._write_index is None:
-            index = self._storage.all_slots(self._first_slots).reshape(-1)
-            self._write_index = torch.from_numpy(index).to(self._storage.blocks.device)
-        return self._write_index
+        """int64 `[T·2N]`: slots of the new keys and values."""
+        rows, size = self._rows, self._rows.block_size
+        blocks = self._blocks[self._table_at[rows.row_of] + rows.positions // size]
+        index = self._storage.slot_index(blocks, rows.positions % size)
+        return torch.from_numpy(index.reshape(-1)).to(self._storage.blocks.device)
 
     def _contexts(self) -> list[_Context]:
         rows = self._rows
@@ -301,7 +304,7 @@ class Gathers:
         """Spans of the blocks `[R, S/B]`, and the memory to gather them into."""
         planes, heads = self._storage.layout.planes, self._storage.layout.rank_heads
         spans = self._storage.span_index(block_ids).reshape(*block_ids.shape, planes, heads).transpose(2, 0, 3, 1)
-        if spans.size > len(self._memory):
-            self._memory = self._memory.new_empty((spans.size, self._memory.shape[1]))
+        if self._memory is None or spans.size > len(self._memory):
+            self._memory = self._storage.blocks.new_empty((spans.size, self._storage.spans[0].shape[1]))
         index = torch.from_numpy(np.ascontiguousarray(spans).reshape(-1)).to(self._memory.device)
         return index, self._memory[: spans.size]

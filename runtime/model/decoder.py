@@ -21,6 +21,7 @@ from kvferry.kernels.moe import GroupedLinear
 from kvferry.kernels.packing import Quantization
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
+from kvferry.runtime.model.compiled import CompiledDecoder, compile_decoder
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, LayerNorm, Norm, RMSNorm
 from kvferry.runtime.model.loader import Weights
 from kvferry.runtime.model.mla import LATENT_EPS, LatentAttention
@@ -47,16 +48,24 @@ class Decoder:
     norm: Norm
     head: Linear
     parallel: TensorParallel
+    compiled: CompiledDecoder | None
+    """`forward` in one call, if it can be."""
 
     def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
         """Final hidden states of the tokens of `sample_index`. `batches`: by block group. Mutates `storage`."""
         batch = batches[0]
+        if self.compiled is not None and self.compiled.takes(batches, storage):
+            tables = [rotation.table(batch.num_positions, self.dtype) for rotation in self.rotations]
+            return self.compiled.run(tables, batches)
         x = self.embedding.index_select(0, batch.token_ids)
         if self.embedding_scale != 1.0:
             x.mul_(self.embedding_scale)
         if self.positions is not None:
             x.add_(self.positions.index_select(0, batch.positions))
-        angles = [rotation.angles(batch.positions, self.dtype) for rotation in self.rotations]
+        if batch.contexts is None:
+            angles = [rotation.angles(batch.positions, self.dtype) for rotation in self.rotations]
+        else:
+            angles = [rotation.table(batch.num_positions, self.dtype) for rotation in self.rotations]
         delta: torch.Tensor | None = None
         for layer, (_, group, place) in zip(self.layers, storage.places, strict=True):
             memory = storage.groups[group]
@@ -67,11 +76,15 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[rows, vocab_size]`. Every rank must call it."""
-        logits = self.parallel.all_gather(self.head(hidden)).float()
+        return self.rounded_logits(hidden).float()
+
+    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same as the head gives them: in the model's dtype, unless they are capped."""
+        logits = self.parallel.all_gather(self.head(hidden))
         if logits.shape[-1] > self.spec.vocab_size:
             logits = logits[..., : self.spec.vocab_size].contiguous()
         cap = self.spec.logit_softcap
-        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+        return logits if cap is None else (logits.float() / cap).tanh_().mul_(cap)
 
 
 def build_model(
@@ -87,23 +100,26 @@ def build_model(
     spec.check_tensor_parallel(parallel.size)
     builder = _Builder(spec, weights, dtype, rank, parallel, device, quantization)
     embedding = builder.get("embedding.weight")
+    scale = torch.tensor(spec.embedding_scale).to(dtype).item()
     layers = [builder.layer(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
-    head = builder.head(embedding)
+    norm, head = builder.norm("norm"), builder.head(embedding)
     if builder.num_unquantized:
         _log.warning(
             "linears_not_quantized", quantization=quantization, count=builder.num_unquantized, of=builder.num_linears
         )
+    positions = None if spec.num_positions is None else builder.get("positions.weight")
     return Decoder(
         spec=spec,
         dtype=dtype,
         embedding=embedding,
-        embedding_scale=torch.tensor(spec.embedding_scale).to(dtype).item(),
-        positions=None if spec.num_positions is None else builder.get("positions.weight"),
+        embedding_scale=scale,
+        positions=positions,
         rotations=[make_rotation(rope, dim, spec.max_context, embedding.device) for rope, dim in builder.ropes],
         layers=layers,
-        norm=builder.norm("norm"),
+        norm=norm,
         head=head,
         parallel=parallel,
+        compiled=None if positions is not None else compile_decoder(embedding, scale, layers, norm),
     )
 
 

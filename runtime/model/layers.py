@@ -95,7 +95,7 @@ class Attention:
             q = stored.turn(q)
             kv.copy_(stored.turn(kv))
         packed = stored.pack(kv.transpose(0, 1)).transpose(0, 1)
-        write_kv(slots, batch.write_index, packed)
+        write_kv(slots, batch.gathers.write_index, packed)
         found = batch.gathers.parts(scoring.window)
         parts = [
             paged_attention(q[part.tokens], spans, part.rows, num_kv_heads, scoring, stored) for part in found.decode

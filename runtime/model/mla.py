@@ -47,7 +47,7 @@ class LatentAttention:
         latents_TW[:, :rank].copy_(self.kv_norm(latents_TW[:, :rank]))
         apply_rope_(latents_TW[:, None, rank:], angles)
         packed = batch.format.pack(latents_TW)
-        write_kv(slots, batch.write_index, packed[:, None])
+        write_kv(slots, batch.gathers.write_index, packed[:, None])
         out = self._attend(q_THD, batch.format.unpack(packed), batch, spans)  # read as later steps will read it
         return self.output(out.flatten(1))
 

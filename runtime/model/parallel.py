@@ -78,11 +78,11 @@ class Ranks:
     def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
         self.rank = rank
         self.size = size
-        self._exchange = exchange
+        self.exchange = exchange
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         for piece in self._pieces(x.view(-1)):
-            _sum_into(piece, self._exchange.swap(piece))
+            _sum_into(piece, self.exchange.swap(piece))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,16 +90,16 @@ class Ranks:
         out = x.new_empty((self.size, flat.numel()))
         done = 0
         for piece in self._pieces(flat):
-            for rank, part in enumerate(self._exchange.swap(piece)):
+            for rank, part in enumerate(self.exchange.swap(piece)):
                 out[rank, done : done + piece.numel()].copy_(part)
             done += piece.numel()
         return torch.cat(out.view(self.size, *x.shape).unbind(0), dim=-1)
 
     def close(self) -> None:
-        self._exchange.close()
+        self.exchange.close()
 
     def _pieces(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        step = self._exchange.max_bytes() // flat.element_size()
+        step = self.exchange.max_bytes() // flat.element_size()
         for start in range(0, flat.numel(), step):
             yield flat[start : start + step]
 

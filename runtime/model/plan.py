@@ -158,10 +158,10 @@ def rank_shapes(spec: ModelSpec, layout: KVLayout) -> Iterator[tuple[str, Shape]
 def weight_bytes(
     spec: ModelSpec, dtype: str, layout: KVLayout, device: Device, quantization: Quantization = "none"
 ) -> int:
-    """Of rank 0. On a CPU a tied head is a copy, quantised or in the order that oneDNN wants bfloat16 to have."""
+    """Of rank 0. On a CPU a tied head is a copy, quantised or packed for the kernels."""
     size, total = FORMATS[dtype].slot_bytes(1), 0
     parts = [*rank_shapes(spec, layout)]
-    if spec.tied_embeddings and device == "cpu" and (dtype == "bfloat16" or quantization != "none"):
+    if spec.tied_embeddings and device == "cpu" and (dtype != "float16" or quantization != "none"):
         parts.append(("head.weight", (-(-spec.vocab_size // layout.tp_size), spec.hidden_size)))
     for part, shape in parts:
         linear = len(shape) == 2 and part.split(".")[-2] in (*_CUT_ROWS, *_KV_ROWS, *_CUT_COLUMNS)

@@ -5,12 +5,14 @@ A token's angles depend on its own position alone, whatever else is in its seque
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from kvferry.kernels.rope import cos_and_sin, grow_theta, inverse_frequencies, rope_angles, scale_llama3, scale_yarn
 from kvferry.runtime.model.spec import RopeSpec, is_long
+
+_FIRST_POSITIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,16 @@ class Rotation:
     """float32 `[D/2]`: what cos and sin are multiplied by."""
     growth: tuple[int, float, int] | None = None
     """Rotated dimensions, factor and original context of a rope whose theta grows."""
+    tables: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def table(self, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
+        """The angles of at least the first `num_positions` positions, kept and grown as they are needed."""
+        found = self.tables.get(dtype)
+        if found is None or found.shape[1] < num_positions:
+            count = max(_FIRST_POSITIONS, 1 << (num_positions - 1).bit_length())
+            found = self.angles(torch.arange(count, device=self.frequencies.device), dtype)
+            self.tables[dtype] = found
+        return found
 
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `kernels.rope.rope_angles`."""

@@ -35,5 +35,5 @@ class Runner:
             hidden = self._model.forward(batches, self._storage)
             if not len(batches[0].sample_index):
                 return StepResult([])
-            logits = self._model.logits(hidden)
+            logits = self._model.rounded_logits(hidden)
             return StepResult(sample(logits, samples) if self._parallel.rank == 0 else [])

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvferry.kernels.sampling import argmax
 from kvferry.runtime.errors import DeviceError
 from kvferry.runtime.model.philox import Draw, gumbel
 from kvferry.runtime.request import Logprob, SamplingParams
@@ -37,27 +38,20 @@ def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[Sampl
 
     Raises `DeviceError` if a row has no largest number (the model computed NaN or infinity).
     """
-    raw = logits_RV.float()
-    greedy = _argmax(raw)
-    largest = raw.gather(1, greedy[:, None])
-    if not bool(largest.isfinite().all()):
-        raise DeviceError(f"logits are not finite in rows {(~largest[:, 0].isfinite()).nonzero().flatten().tolist()}")
-    token_ids: list[int] = greedy.tolist()
+    largest, token_ids = argmax(logits_RV)
+    if broken := [r for r, value in enumerate(largest) if not math.isfinite(value)]:
+        raise DeviceError(f"logits are not finite in rows {broken}")
     others = [r for r, one in enumerate(inputs) if not one.plain]
+    if not others:
+        return [SampledToken(token) for token in token_ids]
     edited = [r for r in others if _edits(inputs[r])]
     drawn = [r for r in others if inputs[r].params.temperature > 0.0]
+    raw = logits_RV.float()
     if edited or drawn:
         _choose(raw, inputs, edited, drawn, token_ids)
     sampled = [SampledToken(token) for token in token_ids]
     _add_logprobs(raw, inputs, [r for r in others if inputs[r].params.logprobs is not None], sampled)
     return sampled
-
-
-def _argmax(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Of each row; a NaN counts as the largest. On a CPU numpy's takes a seventeenth of the time of torch's."""
-    if logits_RV.device.type == "cpu":
-        return torch.from_numpy(logits_RV.numpy().argmax(axis=1))
-    return logits_RV.argmax(dim=-1)
 
 
 def _choose(
@@ -70,7 +64,7 @@ def _choose(
     for r in edited:
         _edit(logits[place[r]], inputs[r])
     if len(drawn) < len(rows):
-        chosen = _argmax(logits).tolist()
+        _, chosen = argmax(logits)
         for r in edited:
             token_ids[r] = chosen[place[r]]
     if not drawn:

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvferry.kernels.cpu.program import Exchange
 from kvferry.runtime.errors import DeviceError
 
 _LINE_BYTES = 64
@@ -40,7 +41,7 @@ class ShmExchange:
     """One rank's end. Not safe for several threads."""
 
     def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._rank, self._timeout_s = rank, timeout_s
         num_bytes = size * (_LINE_BYTES + 2 * _BUFFER_BYTES)
         folder = Path("/dev/shm")
         path = (folder if folder.is_dir() else Path(tempfile.gettempdir())) / f"kvferry-{name}"
@@ -54,7 +55,15 @@ class ShmExchange:
         data = torch.from_numpy(memory[size * _LINE_BYTES :])
         self._buffers = list(data.view(2, size, _BUFFER_BYTES))
         self._fence = threading.Lock()
-        self._seq = 0
+        self.state = Exchange(
+            published=memory.ctypes.data,
+            data=data.data_ptr(),
+            rank=rank,
+            size=size,
+            buffer_bytes=_BUFFER_BYTES,
+            timeout_ns=int(timeout_s * 1e9),
+        )
+        """Shared with the step programs, which exchange messages on their own."""
         try:
             self._publish()  # message 1 says: attached
         finally:
@@ -66,7 +75,7 @@ class ShmExchange:
 
     def swap(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         num_bytes = flat.numel() * flat.element_size()
-        buffer = self._buffers[(self._seq + 1) % 2][:, :num_bytes].view(flat.dtype)
+        buffer = self._buffers[(self.state.seq + 1) % 2][:, :num_bytes].view(flat.dtype)
         buffer[self._rank].copy_(flat)
         self._publish()
         return list(buffer)
@@ -77,13 +86,17 @@ class ShmExchange:
 
     def _publish(self) -> None:
         """Announces the next message and waits for everyone's."""
-        self._seq += 1
+        self.state.seq = seq = self.state.seq + 1
         self._order_memory()
-        self._published[self._rank] = self._seq
-        late = self._wait(lambda: bool((self._published >= self._seq).all()))
+        self._published[self._rank] = seq
+        self.state.late = self._wait(lambda: bool((self._published >= seq).all()))
         self._order_memory()
-        if late:
-            missing = (self._published < self._seq).nonzero()[0].tolist()
+        self.check()
+
+    def check(self) -> None:
+        """Raises `DeviceError` if somebody was late, whoever waited."""
+        if self.state.late:
+            missing = (self._published < self.state.seq).nonzero()[0].tolist()
             raise DeviceError(
                 f"rank {self._rank} waited {self._timeout_s:g} s for ranks {missing} of its tensor-parallel group"
             )

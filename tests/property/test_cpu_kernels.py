@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -13,37 +12,24 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels import reference
-from kvferry.kernels.activation import silu_mul
+from kvferry.kernels.activation import gated, gelu_tanh
 from kvferry.kernels.attention import Scoring
-from kvferry.kernels.cpu import attention, operations
+from kvferry.kernels.cpu import attention
 from kvferry.kernels.cpu.available import kernels_for, library
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import inverse_frequencies, rope_angles
+from kvferry.kernels.sampling import argmax
 from kvferry.runtime.ids import NO_BLOCK, BlockId
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
 from kvferry.runtime.step import Row
-from tests.support.kernels import num_levels, torch_alone, without_best
+from tests.support.kernels import num_levels, threads, torch_alone, without_best
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built or are turned off")
 
 DTYPES = [torch.float32, torch.bfloat16]
 LEVELS = st.integers(0, num_levels() - 1)
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """So many, however little there is to do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operations, "_PARALLEL_ELEMENTS", 0)
-            patch.setattr(attention, "_PARALLEL_SCORES", 0)
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -117,7 +103,7 @@ class Step:
         """Computes these rows in one batch; results in the same order."""
         batch = make_batch([self.rows[i] for i in rows], self.storage)
         qkv = torch.cat([self.qkv[i] for i in self._batch_order(rows)])
-        angles = rope_angles(batch.positions, self.frequencies, self.dtype)
+        angles = rope_angles(torch.arange(batch.num_positions), self.frequencies, self.dtype)
         assert batch.contexts is not None
         out = batch.contexts.attend(qkv, angles, self.storage.slots[self.layer], self.case.scoring, *self.norms, 1e-5)
         parts = out.split([len(self.qkv[i]) for i in self._batch_order(rows)])
@@ -270,10 +256,37 @@ def test_small_operations(
     with without_best(level), threads(num_threads):
         torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), reference.rms_norm(x, weight, 1e-6), **bound)
         normed = add_norm_(x, delta, weight, 1e-6)
-        product = silu_mul(torch.cat((delta, up), dim=1))
+        products = [gated(torch.cat((delta, up), dim=1), name) for name in ("silu", "gelu_tanh")]
     assert torch.equal(x, total)
     torch.testing.assert_close(normed.double(), reference.rms_norm(total, weight, 1e-6), **bound)
-    torch.testing.assert_close(product.double(), reference.silu_mul(delta, up), **bound)
+    torch.testing.assert_close(products[0].double(), reference.silu_mul(delta, up), **bound)
+    torch.testing.assert_close(products[1].double(), gelu_tanh(delta.double()) * up.double(), **bound)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    width=st.sampled_from([1, 7, 200, 512, 1009, 3000]),
+    distinct=st.sampled_from([1, 3, 10_000]),
+    dtype=st.sampled_from(DTYPES),
+    level=LEVELS,
+    num_threads=st.integers(1, 3),
+)
+def test_argmax_is_the_first_of_the_largest(
+    rows: int, width: int, distinct: int, dtype: torch.dtype, level: int, num_threads: int
+) -> None:
+    """Of equal logits the lower id wins, on every machine: another choice would change a resumed answer."""
+    generator = torch.Generator().manual_seed(rows * width)
+    x = torch.randint(-distinct, distinct + 1, (rows, width), generator=generator).to(dtype)
+    with without_best(level), threads(num_threads):
+        values, ids = argmax(x)
+        assert values == x.amax(dim=1).tolist()
+        assert ids == [row.tolist().index(value) for row, value in zip(x, values, strict=True)]
+        x[0, 0] = float("inf")
+        x[rows - 1, width - 1] = float("nan")
+        values, ids = argmax(x)
+    assert math.isnan(values[-1])
+    assert math.isinf(values[0]) or rows == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -284,9 +297,9 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
             x = torch.ones(1, 64, dtype=dtype)
             x[0, 5] = float("nan")
             assert rms_norm(x, torch.ones(64, dtype=dtype), 1e-6).isnan().all()
-            assert silu_mul(x).isnan().sum() == 1
+            assert gated(x, "silu").isnan().sum() == 1
             big = torch.tensor([[-3e38, -100.0, 100.0, 3e38, 0, 0, 0, 0, *[1.0] * 8]], dtype=dtype)
-            assert torch.equal(silu_mul(big)[0, :5], torch.tensor([0.0, 0.0, 100.0, 3e38, 0.0], dtype=dtype))
+            assert torch.equal(gated(big, "silu")[0, :5], torch.tensor([0.0, 0.0, 100.0, 3e38, 0.0], dtype=dtype))
 
 
 def test_dtypes_and_widths_without_kernels_take_the_path_of_torch() -> None:

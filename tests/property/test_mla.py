@@ -79,7 +79,7 @@ def test_from_blocks(spans: list[tuple[int, int]], seed: int, kv_dtype: str) -> 
     of = {id(row): latents for row, latents in zip(rows, contexts, strict=True)}
     new = torch.cat([of[id(row)][row.start :] for row in ordered])
     q = torch.randn((len(new), HEADS, KEY + ROTATED), generator=generator)
-    write_kv(storage.slots[LAYER], batch.write_index, storage.format.pack(new)[:, None])
+    write_kv(storage.slots[LAYER], batch.gathers.write_index, storage.format.pack(new)[:, None])
     found, paged, stored = batch.gathers.parts(None), storage.spans[LAYER], storage.format
     parts = [one.decode(q[part.tokens], paged, part.rows, stored) for part in found.decode]
     parts += [

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM as AutoModel
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
@@ -34,8 +34,13 @@ PROMPT_LENGTHS = [1, 2, 4, 11, 23, 40]
 
 @cache
 def oracle(name: str) -> PreTrainedModel:
+    return randomised(name, CONFIGS[name]())
+
+
+def randomised(name: str, config: PretrainedConfig) -> PreTrainedModel:
+    """`name` is the seed."""
     torch.manual_seed(zlib.crc32(name.encode()))
-    model = AutoModel.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    model = AutoModel.from_config(config, dtype=torch.float32).eval()
     for key, parameter in model.named_parameters():  # biases start as 0 and norms as 1: faults in them would not show
         if key.endswith("bias"):
             parameter.data.normal_(0, 0.5)
@@ -66,10 +71,13 @@ def expected_tokens(name: str) -> list[list[int]]:
 
 
 def build(name: str, parallel: TensorParallel) -> Decoder:
-    model = oracle(name)
+    return build_from(oracle(name), parallel, torch.float32)
+
+
+def build_from(model: PreTrainedModel, parallel: TensorParallel, dtype: torch.dtype) -> Decoder:
     spec = from_hf_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
     tensors = revert_weight_conversion(model, dict(model.state_dict()))  # as `save_pretrained` writes them
-    return build_model(spec, MemoryWeights(tensors, spec), torch.float32, parallel.rank, parallel)
+    return build_model(spec, MemoryWeights(tensors, spec), dtype, parallel.rank, parallel)
 
 
 class Sequences:

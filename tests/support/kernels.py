@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from kvferry.kernels.cpu import available
+from kvferry.kernels.cpu import attention, available, operations
 from kvferry.kernels.cpu.available import library
 
 
@@ -36,3 +37,17 @@ def without_best(levels: int) -> Iterator[None]:
         yield
     finally:
         found.kvferry_skip_levels(0)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many, however little there is to do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in ((operations, "_PARALLEL_ELEMENTS"), (attention, "_PARALLEL_SCORES")):
+                patch.setattr(module, name, 0)
+            yield
+    finally:
+        torch.set_num_threads(before)

@@ -19,9 +19,7 @@ def test_all_views_show_the_same_memory() -> None:
         both = torch.stack((k, v))
         spans = storage.spans[layer][torch.from_numpy(storage.span_index(np.array([4, 0])))]
         assert torch.equal(spans.view(2, 2, 2, 5, 8), both[:, [4, 0]].transpose(0, 1))
-        slots = storage.slots[layer][
-            torch.from_numpy(storage.all_slots(storage.first_slots(np.array([4, 1]), np.array([2, 3]))))
-        ]
+        slots = storage.slots[layer][torch.from_numpy(storage.slot_index(np.array([4, 1]), np.array([2, 3])))]
         assert torch.equal(slots[0].view(2, 2, 8), both[:, 4, :, 2])
         assert torch.equal(slots[1].view(2, 2, 8), both[:, 1, :, 3])
 

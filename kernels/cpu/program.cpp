@@ -1,0 +1,214 @@
+// Runs a step program in one parallel region: all threads run an operation's kernel, then wait for each other.
+//
+// Whoever comes last prepares the next operation while the others wait, and does by itself what is too little to share:
+// so a small operation costs no barrier. Waiting threads spin for a moment, then sleep: cores are shared with others.
+#include "program.h"
+
+#include <sched.h>
+#include <string.h>
+#include <time.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "dispatch.h"
+
+namespace {
+
+const int64_t kSpinNs = 30000;
+// Less is done sooner by one thread: elements, queries times positions.
+const int64_t kShared = 8192, kSharedScores = 256;
+
+union Job {
+  Embed embed;
+  AddNorm add_norm;
+  LinearRows linear;
+  Gated gated;
+  Attend attend;
+};
+
+// Of one call. `arrived` and `phase` are on lines of their own: those who wait look at nothing that others write to.
+struct Run {
+  const Op* ops;
+  int64_t count, at;
+  const Step* step;
+  int dtype, threads;
+  void (*kernel)(void*);  // null: all is done
+  Job job;
+  alignas(64) int32_t arrived;
+  alignas(64) uint32_t phase;
+  int32_t asleep;
+};
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void sleep(Run& run, uint32_t phase) {
+  __atomic_add_fetch(&run.asleep, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&run.phase, __ATOMIC_SEQ_CST) == phase) {
+#ifdef __linux__
+    syscall(SYS_futex, &run.phase, FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0);
+#else
+    sched_yield();
+#endif
+  }
+  __atomic_sub_fetch(&run.asleep, 1, __ATOMIC_RELAXED);
+}
+
+void wait(Run& run, uint32_t phase) {
+  int64_t deadline = 0;
+  for (int looks = 1; __atomic_load_n(&run.phase, __ATOMIC_ACQUIRE) == phase; looks++) {
+    pause();
+    if (looks % 64) continue;
+    int64_t now = now_ns();
+    if (!deadline) deadline = now + kSpinNs;
+    if (now > deadline) return sleep(run, phase);
+  }
+}
+
+void release(Run& run) {
+  run.arrived = 0;
+  __atomic_add_fetch(&run.phase, 1, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+  if (__atomic_load_n(&run.asleep, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &run.phase, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+#endif
+}
+
+int64_t grain(const Run& run, int64_t rows) { return rows / (run.threads * 4) + 1; }
+
+// Sets kernel and job. Returns whether several threads should run it.
+bool prepare(Run& run, const Op& op) {
+  const Step& step = *run.step;
+  int64_t rows = step.rows;
+  void *x = step.buffers[op.x], *out = step.buffers[op.out];
+  switch (op.kind) {
+    case kEmbedOp:
+      run.kernel = choose(op.width)->embed[run.dtype];
+      run.job.embed = {step.token_ids, op.weight, out, op.scale, op.in, rows, op.width, grain(run, rows), 0};
+      return rows * op.width >= kShared;
+    case kPickOp:
+      rows = step.num_wanted;  // fall through
+    case kAddNormOp:
+      run.kernel = choose(op.width)->add_norm[run.dtype];
+      run.job.add_norm = {x, op.delta < 0 ? nullptr : step.buffers[op.delta], op.kind == kPickOp ? step.wanted : nullptr,
+                          op.weight, out, op.eps, rows, op.width, grain(run, rows), 0};
+      return rows * op.width >= kShared;
+    case kLinearOp:
+      run.kernel = choose(0)->linear[run.dtype];
+      run.job.linear = {x, op.weight, op.bias, out, op.after, rows, op.in, op.width, op.in, op.width, 0};
+      return rows * op.in * op.width >= kShared;
+    case kGatedOp:
+      run.kernel = choose(op.width)->gated[run.dtype];
+      run.job.gated = {x, out, op.activation, rows, op.width, grain(run, rows), 0};
+      return rows * op.width >= kShared;
+    default: {
+      const Contexts* contexts = step.contexts[op.contexts];
+      const Kernels* kernels = choose(contexts->head_dim);
+      run.job.attend = {contexts, x, step.angles[op.angles], op.q_norm, op.k_norm, op.cache, out,
+                        op.eps, op.scale, op.softcap, step.num_angles[op.angles], 0, 0};
+      run.kernel = (op.kind == kRotateOp ? kernels->rotate_and_write : kernels->attend)[run.dtype];
+      return op.kind == kAttendOp ? contexts->scores >= kSharedScores : contexts->num_tokens >= 8;
+    }
+  }
+}
+
+// Whether all ranks have published the message in time. Spins briefly, then yields, then naps.
+bool all_published(const Exchange& all) {
+  int64_t deadline = 0, spun = 0;
+  timespec nap = {0, 20000};
+  for (int64_t rank = 0, looks = 1; rank < all.size; looks++) {
+    if (__atomic_load_n(all.published + rank * 8, __ATOMIC_ACQUIRE) >= (uint64_t)all.seq) {
+      rank++;
+      continue;
+    }
+    pause();
+    if (looks % 64) continue;
+    int64_t now = now_ns();
+    if (!deadline) {
+      deadline = now + all.timeout_ns;
+      spun = now + kSpinNs;
+    }
+    if (now > deadline) return false;
+    if (now < spun) continue;
+    if (now < spun + 10 * kSpinNs) {
+      sched_yield();
+    } else {
+      nanosleep(&nap, nullptr);
+      if (nap.tv_nsec < 2000000) nap.tv_nsec += nap.tv_nsec / 2;
+      looks = 63;  // look once between naps
+    }
+  }
+  return true;
+}
+
+// Sums x over the ranks, by messages as `ShmExchange.swap` sends them.
+bool reduce(const Run& run, const Op& op) {
+  Exchange& all = *op.exchange;
+  int64_t element = run.dtype ? 2 : 4, left = run.step->rows * op.width * element;
+  for (uint8_t* x = (uint8_t*)run.step->buffers[op.x]; left > 0; x += all.buffer_bytes, left -= all.buffer_bytes) {
+    int64_t bytes = left < all.buffer_bytes ? left : all.buffer_bytes;
+    uint8_t* buffers = all.data + ++all.seq % 2 * all.size * all.buffer_bytes;
+    memcpy(buffers + all.rank * all.buffer_bytes, x, bytes);
+    __atomic_store_n(all.published + all.rank * 8, (uint64_t)all.seq, __ATOMIC_RELEASE);
+    if (!all_published(all)) {
+      all.late = 1;
+      return false;
+    }
+    SumParts job = {buffers, x, all.size, all.buffer_bytes, bytes / element};
+    choose(job.count)->sum_parts[run.dtype](&job);
+  }
+  return true;
+}
+
+// Up to the next operation to share.
+void advance(Run& run) {
+  while (run.at < run.count) {
+    const Op& op = run.ops[run.at++];
+    if (op.kind == kReduceOp) {
+      if (!reduce(run, op)) run.at = run.count;
+      continue;
+    }
+    bool shared = prepare(run, op);
+    if (shared && run.threads > 1) return;
+    run.kernel(&run.job);
+  }
+  run.kernel = nullptr;
+}
+
+void work(void* arg) {
+  Run& run = *(Run*)arg;
+  int all = num_threads();
+  while (run.kernel) {
+    uint32_t phase = __atomic_load_n(&run.phase, __ATOMIC_RELAXED);
+    run.kernel(&run.job);
+    if (__atomic_add_fetch(&run.arrived, 1, __ATOMIC_ACQ_REL) == all) {
+      advance(run);
+      release(run);
+    } else {
+      wait(run, phase);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void kvferry_run(const Op* ops, int64_t count, const Step* step,
+                                                                   int dtype, int threads) {
+  Run it = {ops, count, 0, step, dtype, threads, nullptr, {}, 0, 0, 0};
+  advance(it);
+  if (it.kernel) run(work, &it, threads);
+}

@@ -1,0 +1,44 @@
+// A step program: what the layers of a model do to a step's rows, as a list of operations that one call runs.
+#pragma once
+#include "api.h"
+
+enum OpKind { kEmbedOp, kAddNormOp, kPickOp, kLinearOp, kGatedOp, kRotateOp, kAttendOp, kReduceOp };
+enum { kBuffers = 5, kAttentions = 8 };
+
+// The memory through which the ranks of a group on one machine exchange messages, as `shm_parallel.py` says it.
+// Mirrored in program.py.
+struct Exchange {
+  uint64_t* published;  // [size], a cache line apart
+  uint8_t* data;        // [2, size, buffer_bytes]
+  int64_t rank, size, buffer_bytes, timeout_ns;
+  int64_t seq;          // messages so far
+  int64_t late;         // not 0: some rank did not come in time, and the rest of the program was left out
+};
+
+// Buffers are numbers of the step's. Fields that a kind does not use are 0. Mirrored in program.py.
+struct Op {
+  int64_t kind;
+  int64_t x, out;      // buffers
+  int64_t delta;       // a buffer that is added to x before its norm is taken, or -1
+  int64_t in, width;   // of a row of x (of an embedding: its rows), and of out
+  int64_t activation;
+  int64_t contexts;    // which of the step's
+  int64_t angles;      // which of the step's
+  const void *weight, *bias;
+  const void* after;   // the weight of the next linear, or null
+  const void *q_norm, *k_norm;  // or null
+  void* cache;         // this layer of block 0
+  Exchange* exchange;
+  float eps, scale, softcap;
+};
+
+// What changes from step to step. Mirrored in program.py.
+struct Step {
+  int64_t rows, num_wanted;
+  const int64_t* token_ids;  // [rows]
+  const int64_t* wanted;     // [num_wanted] rows
+  void* buffers[kBuffers];
+  const Contexts* contexts[kAttentions];
+  const void* angles[kAttentions];
+  int64_t num_angles[kAttentions];
+};

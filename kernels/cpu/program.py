@@ -1,0 +1,168 @@
+"""A step program: operations put down once, then run for every step by one native call.
+
+Operations read and write numbered buffers, whose place and number of rows are the step's. What is computed is what the
+single operations compute, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from kvferry.kernels.attention import Scoring
+from kvferry.kernels.cpu.linear import Packed
+from kvferry.kernels.cpu.operations import ACTIVATIONS, DTYPES
+
+NUM_BUFFERS, MAX_ATTENTIONS = 5, 8
+"""As in `program.h`."""
+_EMBED, _ADD_NORM, _PICK, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE = range(8)
+
+
+class Exchange(ctypes.Structure):
+    """`Exchange` of `program.h`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("published", "data")],
+        *[(name, ctypes.c_int64) for name in ("rank", "size", "buffer_bytes", "timeout_ns", "seq", "late")],
+    ]
+
+
+class _Op(ctypes.Structure):
+    """`Op` of `program.h`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width", "activation")],
+        *[(name, ctypes.c_int64) for name in ("contexts", "angles")],
+        *[(name, ctypes.c_void_p) for name in ("weight", "bias", "after", "q_norm", "k_norm", "cache", "exchange")],
+        *[(name, ctypes.c_float) for name in ("eps", "scale", "softcap")],
+    ]
+
+
+class _Step(ctypes.Structure):
+    """`Step` of `program.h`."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("num_wanted", ctypes.c_int64),
+        ("token_ids", ctypes.c_void_p),
+        ("wanted", ctypes.c_void_p),
+        ("buffers", ctypes.c_void_p * NUM_BUFFERS),
+        ("contexts", ctypes.c_void_p * MAX_ATTENTIONS),
+        ("angles", ctypes.c_void_p * MAX_ATTENTIONS),
+        ("num_angles", ctypes.c_int64 * MAX_ATTENTIONS),
+    ]
+
+
+class Program:
+    """Not safe for several threads. Keeps the weights that it reads."""
+
+    def __init__(self, lib: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._lib, self._dtype = lib, DTYPES[dtype]
+        self._ops: list[_Op] = []
+        self._list = (_Op * 0)()
+        self._step = _Step()
+        self._kept: list[object] = []
+
+    def embed(self, table: torch.Tensor, scale: float, out: int) -> None:
+        """Rows of the contiguous `table` for the step's tokens; those outside of it become NaN."""
+        vocab, width = table.shape
+        self._add(kind=_EMBED, out=out, in_width=vocab, width=width, weight=self._pointer(table), scale=scale)
+
+    def add_norm(
+        self, x: int, delta: int | None, weight: torch.Tensor, eps: float, out: int, *, wanted: bool = False
+    ) -> None:
+        """`out` = norm of x, after delta, if any, was added to x. wanted: of the step's wanted rows alone."""
+        self._add(
+            kind=_PICK if wanted else _ADD_NORM,
+            x=x,
+            delta=-1 if delta is None else delta,
+            out=out,
+            width=len(weight),
+            weight=self._pointer(weight),
+            eps=eps,
+        )
+
+    def linear(self, x: int, packed: Packed, bias: torch.Tensor | None, out: int) -> None:
+        pointers = {"weight": self._pointer(packed.weight), "bias": self._pointer(bias)}
+        self._add(kind=_LINEAR, x=x, out=out, in_width=packed.inputs, width=packed.outputs, **pointers)
+
+    def gated(self, x: int, width: int, activation: str, out: int) -> None:
+        """`activation` is one of `operations.ACTIVATIONS`; width: of `out`, half of x's."""
+        self._add(kind=_GATED, x=x, out=out, width=width, activation=ACTIVATIONS[activation])
+
+    def attend(
+        self,
+        qkv: int,
+        angles: int,
+        scoring: Scoring,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        out: int,
+    ) -> int:
+        """As `Contexts.attend`, with the step's angles of this number. Returns its place for `place`."""
+        q_norm, k_norm = norms or (None, None)
+        for kind in (_ROTATE, _ATTEND):
+            self._add(
+                kind=kind,
+                x=qkv,
+                out=out,
+                angles=angles,
+                q_norm=self._pointer(q_norm),
+                k_norm=self._pointer(k_norm),
+                eps=eps,
+                scale=scoring.scale,
+                softcap=scoring.softcap or 0.0,
+            )
+        return len(self._ops) - 2
+
+    def reduce(self, x: int, width: int, exchange: Exchange) -> None:
+        """Sums x over the ranks of the group. If one is late, the rest is left out and `exchange.late` set."""
+        self._kept.append(exchange)
+        self._add(kind=_REDUCE, x=x, width=width, exchange=ctypes.addressof(exchange))
+
+    def finish(self) -> None:
+        """All operations are put down."""
+        after = None
+        for op in reversed(self._ops):
+            if op.kind == _LINEAR:
+                op.after, after = after, op.weight
+        self._list = (_Op * len(self._ops))(*self._ops)
+
+    def place(self, attention: int, contexts: int, cache: int) -> None:
+        """An attention's number of contexts in a step, and the address of its layer of block 0."""
+        for op in self._list[attention], self._list[attention + 1]:
+            op.contexts, op.cache = contexts, cache
+
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        wanted: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        contexts: Sequence[int],
+        angles: Sequence[torch.Tensor],
+    ) -> None:
+        """token_ids, wanted: contiguous int64. Buffers hold as many rows of whatever operations put there.
+
+        contexts: addresses (`Contexts.address`); angles: by position, as `Contexts.attend` takes them.
+        """
+        step = self._step
+        step.rows, step.num_wanted = len(token_ids), len(wanted)
+        step.token_ids, step.wanted = token_ids.data_ptr(), wanted.data_ptr()
+        for i, buffer in enumerate(buffers):
+            step.buffers[i] = buffer.data_ptr()
+        for i, address in enumerate(contexts):
+            step.contexts[i] = address
+        for i, angle in enumerate(angles):
+            step.angles[i], step.num_angles[i] = angle.data_ptr(), angle.shape[1]
+        self._lib.kvferry_run(self._list, len(self._list), ctypes.byref(step), self._dtype, torch.get_num_threads())
+
+    def _add(self, **fields: float | None) -> None:
+        self._ops.append(_Op(**fields))
+
+    def _pointer(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self._kept.append(tensor)
+        return tensor.data_ptr()

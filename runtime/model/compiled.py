@@ -1,0 +1,160 @@
+"""A plain decoder up to its last norm as one step program: one native call in place of a dozen for each layer.
+
+Plain are layers of `Attention` and a gated `MLP` between RMS norms, with linears that the kernels know, on one
+rank or on several that share memory.
+Whatever is not plain is called layer by layer, with the same results.
+
+    x       what the layers add to
+    y       normed x, then what is to be added to x
+    wide    queries, keys and values; gate and up
+    inner   what goes into the linears back to the hidden size
+    hidden  the rows whose logits are wanted
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from kvferry.kernels.cpu.available import kernels_for
+from kvferry.kernels.cpu.operations import ACTIVATIONS
+from kvferry.kernels.cpu.program import MAX_ATTENTIONS, Program
+from kvferry.kernels.linear import Linear, PackedLinear
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import Batch
+from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, Norm, RMSNorm
+from kvferry.runtime.model.parallel import Ranks, TensorParallel
+from kvferry.runtime.model.shm_parallel import ShmExchange
+
+_X, _Y, _WIDE, _INNER, _HIDDEN = range(5)
+
+
+class _NotPlain(Exception):
+    """Some part that a program has no operation for."""
+
+
+def compile_decoder(
+    embedding: torch.Tensor, scale: float, layers: Sequence[DecoderLayer], norm: Norm
+) -> CompiledDecoder | None:
+    """None if some part is not plain, or where there are no kernels."""
+    lib = kernels_for(embedding, embedding.shape[1])
+    try:
+        return None if lib is None else CompiledDecoder(lib, embedding, scale, layers, norm)
+    except _NotPlain:
+        return None
+
+
+class CompiledDecoder:
+    """Not safe for several threads. Its memory grows to what the largest step needs."""
+
+    def __init__(
+        self, lib: ctypes.CDLL, embedding: torch.Tensor, scale: float, layers: Sequence[DecoderLayer], norm: Norm
+    ) -> None:
+        """Raises `_NotPlain`."""
+        dtype, hidden = embedding.dtype, embedding.shape[1]
+        self._program = Program(lib, dtype)
+        self._exchange: ShmExchange | None = None
+        self._widths = [hidden, hidden, 0, 0]
+        """Of the buffers' rows, without `hidden`'s, which is new in every step."""
+        self._program.embed(embedding.contiguous(), scale, _X)
+        self._attentions = [self._layer(layer, first=i == 0) for i, layer in enumerate(layers)]
+        """Their numbers in the program, and which contexts they see: query heads and window."""
+        if not layers or max(layer.attention.rotation for layer in layers) >= MAX_ATTENTIONS:
+            raise _NotPlain
+        self._norm(norm, _X, _Y, _HIDDEN)
+        self._program.finish()
+        self._memory = [torch.empty(0, dtype=dtype) for _ in self._widths]
+        self._storage: weakref.ref[RankStorage] | None = None
+        self._contexts: list[tuple[int, int, int | None]] = []
+        """What a step has to bring: block group, query heads, window."""
+
+    def takes(self, batches: Sequence[Batch], storage: RankStorage) -> bool:
+        """Whether the kernels can read this storage."""
+        if self._storage is None or self._storage() is not storage:
+            self._place(storage)
+        return len(self._contexts) <= MAX_ATTENTIONS and all(batch.contexts is not None for batch in batches)
+
+    def run(self, angles: Sequence[torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
+        """As `Decoder.forward`, once it `takes` the batches. Mutates the storage.
+
+        Raises `DeviceError` if another rank of the group is gone.
+        """
+        contexts = []
+        for group, num_heads, window in self._contexts:
+            found = batches[group].contexts
+            assert found is not None  # `takes`
+            contexts.append(found.address(num_heads, window))
+        batch, memory = batches[0], self._memory
+        for i, width in enumerate(self._widths):
+            if len(memory[i]) < len(batch.token_ids) * width:
+                memory[i] = memory[i].new_empty(len(batch.token_ids) * width)
+        hidden = memory[_X].new_empty((len(batch.sample_index), self._widths[_X]))
+        self._program.run(batch.token_ids, batch.sample_index, [*memory, hidden], contexts, angles)
+        if self._exchange is not None:
+            self._exchange.check()
+        return hidden
+
+    def _place(self, storage: RankStorage) -> None:
+        """Tells the program where each layer's KV lies."""
+        self._contexts = []
+        for (attention, num_heads, window), (_, group, place) in zip(self._attentions, storage.places, strict=True):
+            kind = group, num_heads, window
+            if kind not in self._contexts:
+                self._contexts.append(kind)
+            self._program.place(attention, self._contexts.index(kind), storage.groups[group].slots[place].data_ptr())
+        self._storage = weakref.ref(storage)
+
+    def _layer(self, layer: DecoderLayer, first: bool) -> tuple[int, int, int | None]:
+        attention, mlp = layer.attention, layer.mlp
+        if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+            raise _NotPlain
+        if not mlp.gated or mlp.activation not in ACTIVATIONS:
+            raise _NotPlain
+        self._norm(layer.attention_norm, _X, None if first else _Y)
+        self._linear(attention.qkv, _Y, _WIDE)
+        attend = self._attention(attention)
+        self._linear(attention.output, _INNER, _Y)
+        self._reduce(layer.parallel)
+        if layer.attention_post_norm is not None:
+            self._norm(layer.attention_post_norm, _Y, None)
+        self._norm(layer.mlp_norm, _X, _Y)
+        inner = self._linear(mlp.up, _Y, _WIDE) // 2
+        if kernels_for(layer.mlp_norm.weight, inner) is None:
+            raise _NotPlain
+        self._program.gated(_WIDE, inner, mlp.activation, _INNER)
+        self._linear(mlp.down, _INNER, _Y)
+        self._reduce(layer.parallel)
+        if layer.mlp_post_norm is not None:
+            self._norm(layer.mlp_post_norm, _Y, None)
+        return attend, attention.num_heads, attention.scoring.window
+
+    def _reduce(self, parallel: TensorParallel) -> None:
+        if parallel.size == 1:
+            return
+        if not isinstance(parallel, Ranks) or not isinstance(parallel.exchange, ShmExchange):
+            raise _NotPlain
+        self._exchange = parallel.exchange
+        self._program.reduce(_Y, self._widths[_X], self._exchange.state)
+
+    def _norm(self, norm: Norm, x: int, delta: int | None, out: int = _Y) -> None:
+        if not isinstance(norm, RMSNorm):
+            raise _NotPlain
+        self._program.add_norm(x, delta, norm.weight, norm.eps, out, wanted=out == _HIDDEN)
+
+    def _linear(self, linear: Linear, x: int, out: int) -> int:
+        """Returns its number of outputs."""
+        if not isinstance(linear, PackedLinear) or (packed := linear.packed) is None:
+            raise _NotPlain
+        self._widths[x] = max(self._widths[x], packed.inputs)
+        self._widths[out] = max(self._widths[out], packed.outputs)
+        self._program.linear(x, packed, linear.bias, out)
+        return packed.outputs
+
+    def _attention(self, attention: Attention) -> int:
+        norms, eps = None, 0.0
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
+        return self._program.attend(_WIDE, attention.rotation, attention.scoring, norms, eps, _INNER)

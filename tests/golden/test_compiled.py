@@ -1,0 +1,137 @@
+"""Layers compiled into a step program compute what the same layers do one by one, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvferry.kernels.cpu.available import library
+from kvferry.runtime.errors import DeviceError
+from kvferry.runtime.ids import BlockId
+from kvferry.runtime.kv.groups import one_group
+from kvferry.runtime.kv.storage import RankStorage
+from kvferry.runtime.model.batch import make_batches
+from kvferry.runtime.model.decoder import Decoder
+from kvferry.runtime.model.parallel import Ranks, ShmParallel, SingleRank, TensorParallel
+from kvferry.runtime.model.shm_parallel import ShmExchange
+from kvferry.runtime.step import Row
+from tests.support.golden import BLOCK, build_from, randomised
+from tests.support.golden_configs import CONFIGS, VOCAB
+
+T = TypeVar("T")
+pytestmark = [
+    pytest.mark.golden,
+    pytest.mark.skipif(library() is None, reason="the CPU kernels are not built or are turned off"),
+]
+OTHERS = [name for name in CONFIGS if name.startswith(("gpt2", "mixtral", "deepseek")) or "moe" in name]
+"""Layer norms, experts, latents."""
+STEPS = [[(0, 200), (0, 3)], [(200, 1), (3, 1)], [(201, 1), (4, 9)], [(202, 70), (13, 1)], [(272, 1)]]
+"""Per step the first position and number of tokens of the first and second sequence: alone, mixed, cached."""
+
+
+@cache
+def oracle(name: str) -> PreTrainedModel:
+    """With heads and channels that the kernels take, also when four ranks share them."""
+    config = CONFIGS[name]()
+    config.head_dim, config.intermediate_size = 16, 96
+    return randomised(name, config)
+
+
+def build(name: str, dtype: str, parallel: TensorParallel | None = None) -> Decoder:
+    return build_from(oracle(name), parallel or SingleRank(), getattr(torch, dtype))
+
+
+def run(model: Decoder, dtype: str, threads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Logits of all tokens of each step, and the cache as bytes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        storage = RankStorage(
+            one_group(model.spec.kv_layout(BLOCK, dtype, model.parallel.size), 160), "cpu", poison=True
+        )
+        ids = np.random.default_rng(0).permutation(160).tolist()
+        tables = [[BlockId(i) for i in ids[:100]], [BlockId(i) for i in ids[100:]]]
+        tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 300)).tolist()
+        logits = []
+        with torch.inference_mode():
+            for step in STEPS:
+                rows = [
+                    Row(tokens[i][start : start + count], start, tables[i], count)
+                    for i, (start, count) in enumerate(step)
+                ]
+                batches = make_batches(rows, storage)
+                assert model.compiled is None or model.compiled.takes(batches, storage)
+                logits.append(model.logits(model.forward(batches, storage)))
+        return logits, storage.groups[0].blocks.view(torch.uint8)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in OTHERS])
+def test_compiled_layers_are_the_layers(name: str, dtype: str) -> None:
+    """A norm, bias, window or buffer mixed up in the program; work that a thread leaves out or does too early."""
+    model = build(name, dtype)
+    assert model.compiled is not None
+    expected, kept = run(dataclasses.replace(model, compiled=None), dtype, 1)
+    for threads in (1, 2, 3):
+        logits, cache = run(model, dtype, threads)
+        for got, wanted in zip(logits, expected, strict=True):
+            assert torch.equal(got, wanted)
+        assert torch.equal(cache, kept)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_has_no_operation_is_not_compiled(name: str) -> None:
+    """An activation or a kind of layer that the program would compute as another."""
+    assert build(name, "float32").compiled is None
+
+
+def in_ranks(size: int, work: Callable[[int, TensorParallel], T]) -> list[T]:
+    """Each rank in a thread, joined by shared memory."""
+    name = f"test-{uuid4().hex}"
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(rank, ShmParallel(rank, size, name, timeout_s=60)), range(size)))
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen3", 2), ("all-biases", 4), ("gemma2", 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_that_share_memory_add_up_within_the_program(name: str, size: int, dtype: str) -> None:
+    """A sum in another order, over fewer rows, or read before it was written."""
+    oracle(name)
+
+    def rank(_: int, parallel: TensorParallel) -> None:
+        model = build(name, dtype, parallel)
+        assert model.compiled is not None
+        expected, kept = run(dataclasses.replace(model, compiled=None), dtype, 1)
+        logits, cache = run(model, dtype, 1)
+        for got, wanted in zip(logits, expected, strict=True):
+            assert torch.equal(got, wanted)
+        assert torch.equal(cache, kept)
+
+    in_ranks(size, rank)
+
+
+def test_a_rank_that_is_gone_is_noticed() -> None:
+    """The program waits for the other ranks outside of Python: without a deadline there, nothing would end it."""
+
+    def rank(index: int, parallel: TensorParallel) -> str:
+        assert isinstance(parallel, Ranks)
+        assert isinstance(parallel.exchange, ShmExchange)
+        parallel.exchange.state.timeout_ns = 300_000_000
+        if index == 1:
+            return ""
+        with pytest.raises(DeviceError, match=r"rank 0 waited .* for ranks \[1\]"):
+            run(build("qwen3", "float32", parallel), "float32", 1)
+        return "noticed"
+
+    assert in_ranks(2, rank) == ["noticed", ""]
