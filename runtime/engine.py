@@ -310,7 +310,7 @@ class Engine:
         seconds = (end - begin) / 1e9
         if self._speculator is not None and batch.num_decodes:
             if not batch.num_prefill_tokens:
-                self._speculator.observe_step(batch.num_decodes, batch.num_drafted, seconds)
+                self._speculator.observe_step(batch.num_decodes, batch.num_drafted, batch.num_accepted, seconds)
             seconds += self._speculator.spent_s
         self.meters.step(batch, seconds)
         stored, removed = self.pools.take_events()

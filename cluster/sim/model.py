@@ -18,6 +18,7 @@ from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.request import Logprob, Request
 from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.acceptance import Draft
 from kvferry.runtime.step import Row, SampledToken, SampleInput
 
 VOCAB = 240
@@ -111,8 +112,8 @@ class Guesses:
     def __init__(self, kv: KVGroups) -> None:
         self._windows = [group.window for group in kv.groups]
 
-    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
-        return [self._guess(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Draft]:
+        return [Draft(self._guess(sequence, count)) for sequence, count in zip(sequences, counts, strict=True)]
 
     def _guess(self, sequence: Sequence, count: int) -> list[int]:
         context, sampling = Context(self._windows, []), sequence.request.sampling

@@ -22,6 +22,7 @@ from kvferry.runtime.model.parallel import SingleRank
 from kvferry.runtime.model.runner import Runner
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.acceptance import Draft
 from kvferry.runtime.step import Row, StepPlan, make_table
 
 MAX_CATCH_UP = 256
@@ -63,7 +64,7 @@ class DraftModel:
         """Least recently drafted first."""
         self._num_steps = 0
 
-    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Draft]:
         """Draws with the sequence's parameters, seed and position: target and draft race with the same noise, so that
         they agree more often than two draws would. Source: Daliri et al. 2024, drafter-invariant speculation.
         """
@@ -76,7 +77,7 @@ class DraftModel:
                 held.draft.append(drafts[i][-1])
                 rows.append(Row([drafts[i][-1]], length + len(held.draft) - 1, held.block_ids, 1))
             self._draw(rows, places, sequences, drafts)
-        return drafts
+        return [Draft(tokens) for tokens in drafts]
 
     def _catch_up(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int], drafts: list[list[int]]) -> list[int]:
         """Computes known tokens, and draws a first one behind those of which then none is lacking: their places."""
