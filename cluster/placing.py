@@ -135,9 +135,11 @@ class Placer:
         hashes, num_window = self.hashes(record, record.shared_tokens(sequences)), self._registry.num_window
         hits, held = self._index.find(hashes, now_ns, num_window)
         avoid = set[Peer]().union(*(s.avoid for s in sequences))
-        routable = {m.peer for m in members}
-        held = {peer: count for peer, count in held.items() if peer in routable}
-        return self._router.route(demand, self._admission.open_to(demand, members, hits, new), hits, avoid, held)
+        routable = self._router.prices.roster(members).peers
+        if not held.keys() <= routable:
+            held = {peer: count for peer, count in held.items() if peer in routable}
+        closed = self._admission.closed_to(demand, members, hits, new)
+        return None if closed is None else self._router.route(demand, members, hits, avoid, held, closed)
 
     async def _send_off(
         self,
