@@ -175,33 +175,41 @@ class Admission:
         Prefill and decode are emptied at the same time, so the slower one counts. Work of decodes: what was given
         away beyond the pools must first come free, and a pool comes free once in a sequence's stay.
         """
-        rates, load = self._router.rates, self._router.load
+        rates = self._router.rates
         if not members or not rates.measured:
             return None
+        roster = self._router.prices.roster(members)
         before = [place.demand for place in self.line.places if place.rank[0] <= rank_ns]
-        prefillers = [m for m in members if m.role != "decode"] or list(members)
-        speed = sum(rates.prefill_tokens_per_s(m.peer) for m in prefillers)
+        speeds = [p.rate for p in roster.prefillers or roster.prices]
         missing = _share_missing(members)
-        waiting = sum(max(m.load.waiting_tokens, load.booked(m.peer).num_tokens) for m in members)
-        prefill_wait_s = (waiting + missing * sum(d.num_tokens for d in before)) / speed
-        homes = [m for m in members if m.role != "prefill"] or list(members)
-        wanted = [*before, demand]
+        waiting = sum([p.waiting for p in roster.prices])
+        prefill_wait_s = (waiting + missing * sum(d.num_tokens for d in before)) / sum(speeds)
+        homes, wanted = roster.homes or roster.prices, [*before, demand]
         excess = max(
-            self._excess(homes, sum(self._router.num_blocks(d, homes[0], {}) for d in wanted), "num_blocks"),
-            self._excess(homes, sum(d.num_decoding for d in wanted), "num_sequences"),
+            _excess(
+                sum([p.booked.num_blocks for p in homes]),
+                sum(self._router.num_blocks(d, homes[0].member, {}) for d in wanted),
+                sum([p.num_blocks for p in homes]),
+            ),
+            _excess(
+                sum([p.booked.num_sequences for p in homes]),
+                sum(d.num_decoding for d in wanted),
+                sum([p.max_sequences for p in homes]),
+            ),
         )
-        stay_s = rates.output_tokens * max(rates.step_s(m.peer, m.load.num_running)[0] for m in homes)
-        own_s = missing * demand.num_tokens / max(rates.prefill_tokens_per_s(m.peer) for m in prefillers)
-        return Estimate(max(prefill_wait_s, excess * stay_s), own_s)
+        wait_s = prefill_wait_s
+        if excess > 0:
+            step_s = max(rates.step_s(p.peer, p.member.load.num_running)[0] for p in homes)
+            wait_s = max(wait_s, excess * rates.output_tokens * step_s)
+        return Estimate(wait_s, missing * demand.num_tokens / max(speeds))
 
-    def _excess(self, homes: Sequence[Member], wanted: int, kind: str) -> float:
-        """What is booked and `wanted` beyond what the groups hold, as a share of that."""
-        room = sum(m.info.num_blocks if kind == "num_blocks" else m.info.max_sequences for m in homes)
-        booked: int = sum(getattr(self._router.load.booked(m.peer), kind) for m in homes)
-        return max(0.0, (booked + wanted - room) / room)
+
+def _excess(booked: int, wanted: int, room: int) -> float:
+    """What is booked and wanted beyond what the groups hold, as a share of that."""
+    return max(0.0, (booked + wanted - room) / room)
 
 
 def _share_missing(members: Sequence[Member]) -> float:
     """Of prompts' tokens, the share that groups did not find in their caches so far."""
-    seen = sum(m.load.prompt_tokens_total for m in members)
-    return 1.0 - sum(m.load.cached_tokens_total for m in members) / seen if seen else 1.0
+    seen = sum([m.load.prompt_tokens_total for m in members])
+    return 1.0 - sum([m.load.cached_tokens_total for m in members]) / seen if seen else 1.0

@@ -139,19 +139,20 @@ class PrefixIndex:
 
         `num_window`: only the last so many of them need to be there.
         """
-        self._expire(now_ns)
-        shards, expected, walking = self._table.shards, self._expected, self._table.live
-        hits, held = list[int](), list[int]()
+        if self._expiries and self._expiries[0][0] <= now_ns:
+            self._expire(now_ns)
+        shards, expected = self._table.shards, self._expected
+        walking = self._table.live
+        held, hits = list[int](), list[int]()
         for block_hash in hashes:
             holders = shards[block_hash[0]].get(block_hash, 0)
             held.append(holders)
             if block_hash in expected:
                 holders |= expected[block_hash]
             hits.append(holders)
-            if num_window is None:
-                walking &= holders
-                if not walking:
-                    break
+            walking &= holders
+            if not walking and num_window is None:
+                break
         found = self._longest(hits, num_window)
         return Prefixes(found, found if hits == held else self._longest(held, num_window))
 
@@ -237,12 +238,12 @@ class PrefixIndex:
         found, walking = dict[Peer, int](), live
         for i, holders in enumerate(sets):
             left = walking & holders
-            if left != walking:
+            if left != walking:  # those that end here, and those that go on: they are overwritten later
                 if i:
-                    found.update(dict.fromkeys(self._named(walking), i))
+                    found |= dict.fromkeys(self._named(walking), i)
                 walking = left
         if walking and sets:
-            found.update(dict.fromkeys(self._named(walking), len(sets)))
+            found |= dict.fromkeys(self._named(walking), len(sets))
         return found
 
     def _named(self, holders: int) -> tuple[Peer, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from kvferry.cluster.messages import Load
 from kvferry.cluster.registry import Member
-from kvferry.cluster.router_load import GroupRates, LoadBook
+from kvferry.cluster.router_load import NOTHING_BOOKED, GroupRates, LoadBook
 from kvferry.runtime.ids import Peer
 
 AHEAD = 1.25
@@ -22,11 +22,6 @@ more there would be no room for their blocks when they are sent, and prompts wou
 class Price:
     """Of one group. Valid once it came out of `Prices.roster`."""
 
-    __slots__ = (
-        "block_s", "is_plain", "join_s", "load", "max_context", "member", "name", "peer", "prefill_s", "queue_s",
-        "role", "room_blocks", "room_sequences", "stall_s", "step_s", "token_s",
-    )  # fmt: skip
-
     def __init__(self, member: Member) -> None:
         self.member = member
         self.peer = member.peer
@@ -34,9 +29,13 @@ class Price:
         self.role = member.role
         self.is_plain = member.info.max_held is None and member.info.beside is None
         """All of a sequence's blocks stay, so all that are missing travel."""
-        self.max_context = member.info.max_context
+        info = member.info
+        self.max_context, self.max_sequences, self.num_blocks = info.max_context, info.max_sequences, info.num_blocks
         self.load: Load | None = None
         """The report that went into it; `None`: something else has changed since."""
+        self.booked = NOTHING_BOOKED
+        self.waiting, self.rate = 0, 1.0
+        """Tokens to prefill, and how many it does in a second."""
         self.queue_s = 0.0
         """Until what waits there already is prefilled."""
         self.prefill_s = self.stall_s = self.token_s = 0.0
@@ -82,20 +81,22 @@ class Prices:
         self._prices: dict[Peer, Price] = {}
         self._borrowers: set[Peer] = set()
         """Those that were not measured themselves: others' rates went into their prices."""
+        self._outdated: list[Price] = []
         self._members: Sequence[Member] = ()
         self._roster = Roster([])
 
     def roster(self, members: Sequence[Member]) -> Roster:
         """The routable ones of `members`, at today's prices.
 
-        The same list again means the same members in the same state; their loads may have changed.
+        The same list again means the same members in the same state, and `measured` was called for each new report.
         """
         if members is not self._members:
             self._roster = Roster([self._price(m) for m in members if m.routable])
             self._members = members
-        for price in self._roster.prices:
-            if price.load is not price.member.load:
-                self._renew(price)
+            self._outdated = [p for p in self._roster.prices if p.load is not p.member.load]
+        for price in self._outdated:
+            self._renew(price)
+        self._outdated.clear()
         return self._roster
 
     def one(self, member: Member) -> Price:
@@ -106,11 +107,13 @@ class Prices:
 
     def changed(self, peer: Peer) -> None:
         """Something is booked there, or no more."""
-        if price := self._prices.get(peer):
+        price = self._prices.get(peer)
+        if price is not None and price.load is not None:
             price.load = None
+            self._outdated.append(price)
 
     def measured(self, peer: Peer) -> None:
-        """A group's rates have changed."""
+        """A group has reported: its load and its rates have changed."""
         self.changed(peer)
         for borrower in self._borrowers:
             self.changed(borrower)
@@ -135,7 +138,8 @@ class Prices:
         if not rates.knows(peer):
             self._borrowers.add(peer)
         rate = rates.prefill_tokens_per_s(peer)
-        price.queue_s = max(load.waiting_tokens, booked.num_tokens) / rate
+        price.booked, price.rate, price.waiting = booked, rate, max(load.waiting_tokens, booked.num_tokens)
+        price.queue_s = price.waiting / rate
         # What runs on a prefill group is prefill, which counts as queue; only what was placed there to stay decodes.
         decoding = max(0 if price.role == "prefill" else load.num_running, booked.num_sequences)
         # Who is still to come from a prefill elsewhere does not wait for this one.

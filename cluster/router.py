@@ -14,8 +14,9 @@
 
 Seconds of others' waiting weigh as much as the request's own. Options compared: everything on one group; prefill on one
 group and ship to another; each with what the first group lacks of the prefix computed, or fetched from the peer that
-holds most of it. What the first group costs does not depend on who decodes, nor the other way round, so the best pair
-is the best of each and not searched for among all pairs. Load is booked when it is decided; of a booking and a group's report of it the larger counts.
+holds most of it. What the first group costs does not depend on who decodes, nor the other way round: the best pair is
+the best of each, and not searched for among all pairs. Load is booked when it is decided; of a booking and a group's
+report of it the larger counts.
 """
 
 from __future__ import annotations
@@ -287,8 +288,9 @@ class Router:
     def _apart(self, work: _Work, live: Roster) -> _Option | None:
         """The best pair of two groups between which there is something to ship; `None` if there is none."""
         num_blocks, hits = work.demand.num_tokens // work.size, work.hits
-        decoders = [p for p in live.homes if hits.get(p.peer, 0) < num_blocks]
-        prefillers = live.prefillers
+        decoders, prefillers = live.homes, live.prefillers
+        if max(hits.values(), default=0) >= num_blocks:
+            decoders = [p for p in decoders if hits.get(p.peer, 0) < num_blocks]
         if not decoders or not prefillers:
             return None
         firsts, seconds = self._firsts(work, prefillers), self._seconds(work, decoders)
@@ -319,20 +321,22 @@ class Router:
 
     def _firsts(self, work: _Work, prices: list[Price]) -> list[float]:
         """Seconds of queue, fetch, prefill and stall, on each."""
-        hits, size, usable, most, num_tokens = (
-            work.hits, work.size, work.usable, work.most_fetched, work.demand.num_tokens,
-        )  # fmt: skip
+        hits, size, usable, num_tokens = work.hits, work.size, work.usable, work.demand.num_tokens
+        most, left = work.most_fetched, num_tokens - work.most_fetched * size
         least_gain_s = self._least_gain_s
         costs = []
         for price in prices:
             num_hits = hits.get(price.peer, 0)
             if num_hits > usable:
                 num_hits = usable
-            cost = price.queue_s + (num_tokens - num_hits * size) * price.token_s
-            if num_hits < most:
-                gain = _gain_s(price, most - num_hits, size)
-                if gain > least_gain_s:
-                    cost -= gain
+            queue_s, token_s = price.queue_s, price.token_s
+            cost = queue_s + (num_tokens - num_hits * size) * token_s
+            if num_hits < most:  # fetch and queue go on at once
+                num = most - num_hits
+                fetch_s = TRANSFER_LATENCY_S + (num * price.block_s if price.is_plain else price.ferry_s(num))
+                fetched = (fetch_s if fetch_s > queue_s else queue_s) + left * token_s
+                if cost - fetched > least_gain_s:
+                    cost = fetched
             costs.append(cost)
         return costs
 
@@ -340,10 +344,12 @@ class Router:
         """Seconds of transfer and decode, on each."""
         hits, num_blocks = work.hits, work.demand.num_tokens // work.size
         steps, n = work.num_steps, work.demand.num_sequences
-        return [
-            TRANSFER_LATENCY_S + p.ferry_s(max(0, num_blocks - hits.get(p.peer, 0))) + p.decode_s(steps, n)
-            for p in prices
-        ]
+        costs = []
+        for p in prices:
+            num = num_blocks - hits.get(p.peer, 0)
+            ferry_s = num * p.block_s if p.is_plain else p.ferry_s(num)
+            costs.append(TRANSFER_LATENCY_S + ferry_s + steps * (p.step_s + n * p.join_s))
+        return costs
 
     def _least(self, costs: list[float], prices: list[Price]) -> int:
         """The place of the cheapest; among ties of who was chosen least recently."""
@@ -357,9 +363,12 @@ class Router:
     def _fetch(self, work: _Work, first: Price) -> Fetch | None:
         """What of the prefix `first` should get from a peer; `None`: it computes what it lacks."""
         num_fetched = work.most_fetched - min(work.hits.get(first.peer, 0), work.usable)
-        if num_fetched <= 0 or _gain_s(first, num_fetched, work.size) <= self._least_gain_s:
+        if num_fetched <= 0:
             return None
         seconds = TRANSFER_LATENCY_S + first.ferry_s(num_fetched)
+        gain_s = num_fetched * work.size * first.token_s - max(0.0, seconds - first.queue_s)
+        if gain_s <= self._least_gain_s:
+            return None
         patience_s = max(MIN_FETCH_PATIENCE_S, FETCH_PATIENCE * num_fetched * work.size * first.prefill_s)
         source = max((peer for peer, n in work.held.items() if n == work.most_held), key=str)
         return Fetch(source, work.most_fetched, seconds, patience_s)
@@ -386,12 +395,6 @@ class Router:
             decode_s=decode.decode_s(work.num_steps, demand.num_sequences),
             reason=option.reason,
         )
-
-
-def _gain_s(first: Price, num_blocks: int, block_size: int) -> float:
-    """Seconds by which fetching blocks is faster than computing them; fetch and queue go on at once."""
-    fetch_s = TRANSFER_LATENCY_S + first.ferry_s(num_blocks)
-    return num_blocks * block_size * first.token_s - max(0.0, fetch_s - first.queue_s)
 
 
 def _preferred(roster: Roster, avoid: Collection[Peer]) -> Roster:

@@ -89,7 +89,9 @@ class GroupRates:
         return base + slope * num_running, slope * (1 + num_running)
 
     def _line(self, peer: Peer) -> tuple[float, float]:
-        known = [self._step[peer]] if peer in self._step else list(self._step.values()) or [_StepTime()]
+        if own := self._step.get(peer):
+            return own.line(self._prior[1])
+        known = list(self._step.values()) or [_StepTime()]
         lines = [step.line(self._prior[1]) for step in known]
         return sum(base for base, _ in lines) / len(lines), sum(slope for _, slope in lines) / len(lines)
 
@@ -179,7 +181,7 @@ class LoadBook:
         """For `Booking` only."""
         old = self.booked(peer)
         total = Booked(old.num_tokens + num_tokens, old.num_sequences + num_sequences, old.num_blocks + num_blocks)
-        if total == _NOTHING_BOOKED:
+        if total == NOTHING_BOOKED:
             self._sums.pop(peer, None)
         else:
             self._sums[peer] = total
@@ -188,7 +190,7 @@ class LoadBook:
             self.on_less()
 
     def booked(self, peer: Peer) -> Booked:
-        return self._sums.get(peer, _NOTHING_BOOKED)
+        return self._sums.get(peer, NOTHING_BOOKED)
 
     def check_invariants(self) -> None:
         """Recomputes the sums."""
@@ -201,7 +203,7 @@ class LoadBook:
         assert truth == self._sums, f"booked load differs: {self._sums}, should be {truth}"
 
 
-_NOTHING_BOOKED = Booked()
+NOTHING_BOOKED = Booked()
 
 
 def _nothing(*_: Peer) -> None:
