@@ -199,7 +199,7 @@ class Admission:
         )
         wait_s = prefill_wait_s
         if excess > 0:
-            step_s = max(rates.step_s(p.peer, p.member.load.num_running)[0] for p in homes)
+            step_s = max(p.base_s + p.slope_s * p.member.load.num_running for p in homes)
             wait_s = max(wait_s, excess * rates.output_tokens * step_s)
         return Estimate(wait_s, missing * demand.num_tokens / max(speeds))
 

@@ -33,6 +33,10 @@ class Price:
         self.max_context, self.max_sequences, self.num_blocks = info.max_context, info.max_sequences, info.num_blocks
         self.load: Load | None = None
         """The report that went into it; `None`: something else has changed since."""
+        self.is_measured = False
+        """Whether its rates went into it."""
+        self.base_s = self.slope_s = 0.0
+        """Of a decode step: with nobody, and for each sequence."""
         self.booked = NOTHING_BOOKED
         self.waiting, self.rate = 0, 1.0
         """Tokens to prefill, and how many it does in a second."""
@@ -114,9 +118,10 @@ class Prices:
 
     def measured(self, peer: Peer) -> None:
         """A group has reported: its load and its rates have changed."""
-        self.changed(peer)
-        for borrower in self._borrowers:
-            self.changed(borrower)
+        for outdated in (peer, *self._borrowers):
+            self.changed(outdated)
+            if price := self._prices.get(outdated):
+                price.is_measured = False
         self._borrowers.clear()
 
     def forget(self, peer: Peer) -> None:
@@ -132,13 +137,11 @@ class Prices:
         return price
 
     def _renew(self, price: Price) -> None:
-        member, peer, rates = price.member, price.peer, self._rates
-        load, info, booked = member.load, member.info, self._book.booked(peer)
-        price.load = load
-        if not rates.knows(peer):
-            self._borrowers.add(peer)
-        rate = rates.prefill_tokens_per_s(peer)
-        price.booked, price.rate, price.waiting = booked, rate, max(load.waiting_tokens, booked.num_tokens)
+        if not price.is_measured:
+            self._measure(price)
+        load, info, booked = price.member.load, price.member.info, self._book.booked(price.peer)
+        price.load, price.booked, rate = load, booked, price.rate
+        price.waiting = max(load.waiting_tokens, booked.num_tokens)
         price.queue_s = price.waiting / rate
         # What runs on a prefill group is prefill, which counts as queue; only what was placed there to stay decodes.
         decoding = max(0 if price.role == "prefill" else load.num_running, booked.num_sequences)
@@ -146,11 +149,20 @@ class Prices:
         waiting = decoding if price.role == "prefill" else load.num_running
         if price.role == "decode":
             waiting = max(1, waiting)
-        price.prefill_s, price.stall_s, price.token_s = 1 / rate, (1 + waiting) / rate, (2 + waiting) / rate
-        price.step_s, price.join_s = rates.step_s(peer, decoding)
-        price.block_s = info.block_bytes / rates.link_bytes_per_s(peer)
+        price.stall_s, price.token_s = (1 + waiting) / rate, (2 + waiting) / rate
+        price.step_s, price.join_s = price.base_s + price.slope_s * decoding, price.slope_s * (1 + decoding)
         if booked.num_sequences == 0:
             price.room_blocks = price.room_sequences = math.inf
         else:  # of two block groups either may be full
             price.room_blocks = -math.inf if info.beside else AHEAD * info.num_blocks - booked.num_blocks
             price.room_sequences = AHEAD * info.max_sequences - booked.num_sequences
+
+    def _measure(self, price: Price) -> None:
+        peer, rates = price.peer, self._rates
+        price.is_measured = True
+        if not rates.knows(peer):
+            self._borrowers.add(peer)
+        price.rate = rates.prefill_tokens_per_s(peer)
+        price.prefill_s = 1 / price.rate
+        price.base_s, price.slope_s = rates.step_line(peer)
+        price.block_s = price.member.info.block_bytes / rates.link_bytes_per_s(peer)

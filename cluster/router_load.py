@@ -83,12 +83,8 @@ class GroupRates:
         """Whether all its rates are its own."""
         return peer in self._prefill and peer in self._link and peer in self._step
 
-    def step_s(self, peer: Peer, num_running: int) -> tuple[float, float]:
-        """A step of the batch; and what each sequence that joins adds, to its own and to that of each who is there."""
-        base, slope = self._line(peer)
-        return base + slope * num_running, slope * (1 + num_running)
-
-    def _line(self, peer: Peer) -> tuple[float, float]:
+    def step_line(self, peer: Peer) -> tuple[float, float]:
+        """Seconds of a decode step of nobody, and what each sequence adds to it."""
         if own := self._step.get(peer):
             return own.line(self._prior[1])
         known = list(self._step.values()) or [_StepTime()]

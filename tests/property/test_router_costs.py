@@ -68,7 +68,7 @@ def options(router: Router, members: list[Member], demand: Demand, hits: Any, he
 
     def decode_s(m: Member) -> float:
         there = max(0 if m.role == "prefill" else m.load.num_running, router.load.booked(m.peer).num_sequences)
-        base, slope = router.rates._line(m.peer)
+        base, slope = router.rates.step_line(m.peer)
         n = demand.num_sequences
         step_s = base + slope * (there + n) + slope * n * there
         return min(demand.max_new_tokens - 1, router.rates.output_tokens) * step_s
