@@ -79,7 +79,7 @@ def test_what_is_only_expected_is_not_fetched(toy: Any) -> None:
             chain = hash_chain(salted_root(toy.ROOT, ""), toy.request().prompt_token_ids, SIZE)
             w.index.expect(a.peer, chain, w.clock.now_ns(), w.clock.now_ns() + 10**12)
             assert w.index.longest_prefix(chain, w.clock.now_ns()) == {a.peer: 2}
-            assert w.index.longest_held(chain) == {}
+            assert w.index.find(chain, w.clock.now_ns()).held == {}
             stream = w.coordinator.start(toy.request())
             await turns()
             assert not a.expects + b.expects

@@ -15,7 +15,7 @@ from kvferry.cluster.coordinator import Coordinator
 from kvferry.cluster.ends import Ends
 from kvferry.cluster.engine_driver import EngineDriver
 from kvferry.cluster.legs import Record
-from kvferry.cluster.prefix_index import PrefixIndex, _Entries
+from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.sim.runner import simulate
 from kvferry.cluster.transfers import Transfers
 from kvferry.runtime import scheduler
@@ -168,7 +168,7 @@ def index_ignores_gaps(patch: Patch) -> None:
     real = PrefixIndex.apply
 
     def apply(self: Any, peer: Any, seq: int, events: Any) -> bool:
-        entries = self._peers.setdefault(peer, _Entries())
+        entries = self._entries(peer)
         if seq > entries.seq + 1:
             entries.seq = seq - 1
         return real(self, peer, seq, events)
