@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from kvferry.kernels.cpu.available import kernels_of
+from kvferry.kernels.cpu.available import kernels_for, kernels_of
 from kvferry.kernels.cpu.linear import Packed
 from kvferry.kernels.packing import Quantization, fits
-from kvferry.kernels.quantized import can_quantize, quantized
+from kvferry.kernels.quantized import QuantizedLinear
 
 # Where torch computes, oneDNN and torch's layer over it each keep what they compiled for a shape: 1024 by default,
 # together 0.6 MB a shape, and every number of tokens is one. A step needs a few dozen. Read at the first call.
@@ -33,8 +33,9 @@ def make_linear(
 
     `fine`: inputs, where they are quantised, keep 16 bits.
     """
-    if quantization != "none" and fits(quantization, *weight.shape) and can_quantize(quantization):
-        return quantized(quantization, weight, bias, fine)
+    lib = None if quantization == "none" else kernels_for(weight, 0)
+    if lib is not None and fits(quantization, weight.shape[1]):
+        return QuantizedLinear(lib, quantization, weight, bias, fine)
     return PackedLinear(weight, bias)
 
 

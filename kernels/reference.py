@@ -11,6 +11,33 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return y if bias is None else y + bias.double()
 
 
+def linear_int8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fine: bool) -> torch.Tensor:
+    """Integers of 8 bits, a scale for each row and each output. `fine`: also of what 8 bits leave of a row."""
+    rows, scales = _steps(x.double(), x.double().abs().amax(1, keepdim=True) / 127)
+    kept = rows * scales
+    if fine:
+        rest, rest_scales = _steps(x.double() - kept, scales / 254)
+        kept += rest * rest_scales
+    outputs, scales = _steps(weight.double(), weight.double().abs().amax(1, keepdim=True) / 127)
+    return linear(kept, outputs * scales, bias)
+
+
+def linear_int4(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """By groups of 32 inputs: rows have 8 bits and a scale, weights 4 bits, and a scale and a middle in bfloat16."""
+    groups = x.double().view(len(x), -1, 32)
+    rows, scales = _steps(groups, groups.abs().amax(2, keepdim=True) / 127)
+    weights = weight.double().view(len(weight), -1, 32)
+    least, most = weights.amin(2, keepdim=True), weights.amax(2, keepdim=True)
+    step = ((most - least) / 15).clamp(min=1e-10).bfloat16().double()
+    middle = (least + 8 * step).bfloat16().double()
+    kept = ((weights - middle) / step).round().clamp(-8, 7) * step + middle
+    return linear((rows * scales).flatten(1), kept.flatten(1), bias)
+
+
+def _steps(x: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x / scales.clamp(min=1e-30)).round(), scales
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: `[..., D]`, weight: `[D]`; returns float64."""
     x = x.double()

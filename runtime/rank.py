@@ -9,7 +9,8 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from kvferry.kernels.quantized import can_quantize
+from kvferry.kernels.cpu.available import library
+from kvferry.kernels.cpu.library import REMEDY
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
@@ -72,8 +73,8 @@ class Rank:
             check_draft(speculation.draft_model, files, self.spec)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         check_quantization(config, self.spec, device.type)
-        if config.quantization != "none" and not can_quantize(config.quantization):
-            raise InvalidArgument("quantization", config.quantization, "this CPU, or this torch, lacks the operation")
+        if config.quantization != "none" and library() is None:
+            raise InvalidArgument("quantization", config.quantization, "needs the CPU kernels", REMEDY)
         self._secret = secret.encode()
         self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)
         self._cores = None

@@ -86,22 +86,22 @@ struct SumParts {
   int64_t size, stride_bytes, count;
 };
 
+// Kinds of quantised weights, each with its form of rows; see quantize.h and linear_quantized.h.
+enum QuantizedForm { kBytes, kFineBytes, kNibbles, kNumForms };
+enum { kGroupInputs = 32, kGroupUnits = 2 + kGroupInputs / 4 };
+
+static inline int64_t row_units(int form, int64_t in) {
+  return form == kNibbles ? in / kGroupInputs * kGroupUnits : 1 + (in + 3) / 4;
+}
+
 struct QuantizeRows {
-  const void* x;        // [rows, width]
-  uint8_t* out;         // [rows, width]
-  float* scales;        // [rows]
-  int64_t rows, width, grain, next;
+  const void* x;  // [rows, width], x_stride from row to row
+  uint32_t* out;  // [rows, row_units(form, width)], twice as many rows in kFineBytes
+  int64_t rows, width, x_stride, grain, next;
 };
 
-struct ScaleRows {
-  const float* y;       // [rows, width]
-  const float* scales;  // [rows]
-  const void* bias;     // [width] or null
-  void* out;            // [rows, width]
-  int64_t rows, width, grain, next;
-};
-
-// in: a multiple of what a 32-bit unit holds, as are the strides.
+// in: a multiple of what a 32-bit unit holds, as are the strides. Quantised: x_stride counts units, of any `in`, or of a
+// multiple of kGroupInputs.
 struct LinearRows {
   const void* x;       // [rows, in], x_stride from row to row
   const void* weight;  // packed, see linear.h
@@ -125,10 +125,10 @@ struct Kernels {
   void (*gated[2])(void*);
   void (*argmax[2])(void*);
   void (*sum_parts[2])(void*);  // by one thread
-  void (*quantize_rows[2])(void*);
-  void (*scale_rows[2])(void*);
+  void (*quantize[kNumForms][2])(void*);
   void (*pack_linear)(void*);
   void (*linear[2])(void*);
+  void (*linear_quantized[kNumForms][2])(void*);
   void (*rotate_and_write[2])(void*);
   void (*attend[2])(void*);
 };

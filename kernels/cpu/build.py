@@ -27,6 +27,7 @@ _HEADERS = (
     "formats.h",
     "int4.h",
     "linear.h",
+    "linear_quantized.h",
     "program.h",
     "quantize.h",
     "small.h",
@@ -36,7 +37,7 @@ SOURCES = (*_HEADERS, "kernels.cpp", *_UNITS)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno")
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-_X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")}
+_X86_LEVELS = {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni")}
 
 
 class BuildError(Exception):

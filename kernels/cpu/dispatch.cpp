@@ -22,7 +22,8 @@ __attribute__((constructor)) void find_levels() {
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) levels[num_levels++] = &kvferry_avx512bf16;
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    levels[num_levels++] = &kvferry_avx512bf16;
   if (avx512) levels[num_levels++] = &kvferry_avx512;
   if (avx2) levels[num_levels++] = &kvferry_avx2;
 #endif
@@ -133,24 +134,6 @@ EXPORT void kvferry_argmax(int dtype, const void* x, int64_t rows, int64_t width
   run(choose(0)->argmax[dtype], &job, threads);
 }
 
-EXPORT int kvferry_quantize_rows(int dtype, const void* x, uint8_t* out, float* scales, int64_t rows, int64_t width,
-                                 int threads) {
-  const Kernels* kernels = choose(width);
-  if (!kernels) return 1;
-  QuantizeRows job = {x, out, scales, rows, width, rows / (threads * 4) + 1, 0};
-  run(kernels->quantize_rows[dtype], &job, threads);
-  return 0;
-}
-
-EXPORT int kvferry_scale_rows(int dtype, const float* y, const float* scales, const void* bias, void* out, int64_t rows,
-                              int64_t width, int threads) {
-  const Kernels* kernels = choose(width);
-  if (!kernels) return 1;
-  ScaleRows job = {y, scales, bias, out, rows, width, rows / (threads * 4) + 1, 0};
-  run(kernels->scale_rows[dtype], &job, threads);
-  return 0;
-}
-
 // Of a weight [out_width, in]; in: a multiple of what 32 bits hold.
 EXPORT int64_t kvferry_packed_linear_bytes(int dtype, int64_t out_width, int64_t in) {
   return (out_width + kPanel - 1) / kPanel * kPanel * in * (dtype ? 2 : 4);
@@ -166,6 +149,22 @@ EXPORT void kvferry_linear(int dtype, const void* x, const void* packed, const v
                            int64_t in, int64_t out_width, int64_t x_stride, int64_t out_stride, int threads) {
   LinearRows job = {x, packed, bias, out, nullptr, rows, in, out_width, x_stride, out_stride, 0};
   run(levels[first_level]->linear[dtype], &job, threads);
+}
+
+// Units of 32 bits that a row takes, all its parts together.
+EXPORT int64_t kvferry_quantized_row_units(int form, int64_t in) {
+  return row_units(form, in) * (form == kFineBytes ? 2 : 1);
+}
+
+// steps: memory for the quantised rows. The weight's units were packed as if they were float32.
+EXPORT void kvferry_linear_quantized(int form, int dtype, const void* x, const void* packed, const void* bias, void* out,
+                                     uint32_t* steps, int64_t rows, int64_t in, int64_t out_width, int64_t x_stride,
+                                     int64_t out_stride, int threads) {
+  const Kernels* kernels = levels[first_level];
+  QuantizeRows quantize = {x, steps, rows, in, x_stride, rows / (threads * 4) + 1, 0};
+  run(kernels->quantize[form][dtype], &quantize, rows * in >= 16384 ? threads : 1);
+  LinearRows job = {steps, packed, bias, out, nullptr, rows, in, out_width, row_units(form, in), out_stride, 0};
+  run(kernels->linear_quantized[form][dtype], &job, threads);
 }
 
 EXPORT int kvferry_attend(int dtype, const Contexts* contexts, void* qkv, const void* angles, int64_t num_angles,

@@ -1,6 +1,6 @@
 // All kernels for one instruction set: compiled once for each, with KVFERRY_ISA as the name of the table.
 #include "attention.h"
-#include "linear.h"
+#include "linear_quantized.h"
 #include "quantize.h"
 #include "small.h"
 
@@ -13,10 +13,14 @@ const Kernels KVFERRY_ISA = {
     {gated<float>, gated<bf16>},
     {argmax<float>, argmax<bf16>},
     {sum_parts<float>, sum_parts<bf16>},
-    {quantize_rows<float>, quantize_rows<bf16>},
-    {scale_rows<float>, scale_rows<bf16>},
+    {{quantize<float, kBytes>, quantize<bf16, kBytes>},
+     {quantize<float, kFineBytes>, quantize<bf16, kFineBytes>},
+     {quantize<float, kNibbles>, quantize<bf16, kNibbles>}},
     pack_linear,
     {linear<float>, linear<bf16>},
+    {{linear_bytes<float, 1>, linear_bytes<bf16, 1>},
+     {linear_bytes<float, 2>, linear_bytes<bf16, 2>},
+     {linear_nibbles<float>, linear_nibbles<bf16>}},
     {rotate_and_write<float>, rotate_and_write<bf16>},
     {attend<float>, attend<bf16>},
 };

@@ -5,7 +5,11 @@
 // vector of units, one row streams every panel once from its beginning to its end, and many rows find it in the
 // second-level cache. Each output is one sum over the inputs in their order, in one lane: it depends on its row alone,
 // whatever the number of rows and of threads.
+//
+// The kinds of weights differ in what their units hold (quantised ones: linear_quantized.h).
 #pragma once
+#include <utility>
+
 #include "api.h"
 #include "vec.h"
 
@@ -16,9 +20,9 @@ enum { kTall = 12 };  // rows x 2 vectors of sums that the registers hold beside
 #else
 enum { kTall = 6 };
 #endif
-enum { kWide = 2 * W };       // outputs computed at once; divides kPanel
-enum { kBlockRows = 8 * 12 };  // rows that a thread takes at once
-enum { kStretch = 8 };        // units between two looks at what to prefetch
+enum { kWide = 2 * W };    // outputs computed at once; divides kPanel
+enum { kBlockRows = 96 };  // rows that a thread takes at once
+enum { kStretch = 8 };     // units between two looks at what to prefetch
 
 // sum += a unit of x, in all lanes, times units of weights
 template <class T>
@@ -26,11 +30,13 @@ struct Unit;
 
 template <>
 struct Unit<float> {
+  typedef vf Sum;
   INLINE vf add(vf sum, vu a, vu b) { return sum + (vf)a * (vf)b; }
 };
 
 template <>
 struct Unit<bf16> {
+  typedef vf Sum;
 #ifdef __AVX512BF16__
   INLINE vf add(vf sum, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 #else
@@ -78,34 +84,34 @@ struct Strip {
   int64_t units;
   const char* ahead;  // or null
   int64_t lines;      // to prefetch after each stretch
+
+  inline __attribute__((always_inline)) void prefetch() {
+    if (!ahead) return;
+    for (int64_t i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+  }
 };
 
 // sums[R, kWide] of R rows of x, `stride` units apart.
-template <class T, int R>
-INLINE void multiply(const uint32_t* x, int64_t stride, const Strip& strip, vf (&sums)[R][2]) {
+template <class U, int R>
+INLINE void multiply(const uint32_t* x, int64_t stride, Strip strip, typename U::Sum (&sums)[R][2]) {
   const uint32_t* b = strip.weight;
-  const char* ahead = strip.ahead;
   for (int64_t left = strip.units; left > 0; left -= kStretch) {
-    if (ahead)
-      for (int64_t i = 0; i < strip.lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    strip.prefetch();
     for (const uint32_t* stop = x + (left < kStretch ? left : kStretch); x < stop; x++, b += kPanel) {
       vu b0 = load<vu>(b), b1 = load<vu>(b + W);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         vu a = splat(x[r * stride]);
-        sums[r][0] = Unit<T>::add(sums[r][0], a, b0);
-        sums[r][1] = Unit<T>::add(sums[r][1], a, b1);
+        sums[r][0] = U::add(sums[r][0], a, b0);
+        sums[r][1] = U::add(sums[r][1], a, b1);
       }
     }
   }
 }
 
-// out[R, outputs] = x times a strip + bias
+// out[R, outputs] = sums + bias
 template <class T, int R>
-void linear_strip(const LinearRows& job, int64_t row, int64_t output, const Strip& strip) {
-  vf sums[R][2] = {};
-  constexpr int64_t kPerUnit = 4 / sizeof(T);
-  multiply<T, R>((const uint32_t*)((const T*)job.x + row * job.x_stride), job.x_stride / kPerUnit, strip, sums);
+INLINE void write_strip(const LinearRows& job, int64_t row, int64_t output, vf (&sums)[R][2]) {
   int64_t outputs = job.out_width - output;
   T edge[kWide] = {};
   if (job.bias) {
@@ -130,18 +136,29 @@ void linear_strip(const LinearRows& job, int64_t row, int64_t output, const Stri
   }
 }
 
-typedef void (*StripKernel)(const LinearRows&, int64_t, int64_t, const Strip&);
-
-template <class T, int... R>
-struct StripKernels {
-  static constexpr StripKernel of[] = {linear_strip<T, R>...};  // by the number of rows - 1
-};
 template <class T>
-using StripsOf = StripKernels<T, 1, 2, 3, 4, 5, 6
-#if defined(__AVX512F__) || defined(__aarch64__)
-                              , 7, 8, 9, 10, 11, 12
-#endif
-                              >;
+struct Plain {
+  enum { kRows = kTall, kStretchUnits = kStretch };
+  static int64_t units(int64_t in) { return in * (int64_t)sizeof(T) / 4; }
+
+  // R rows times a strip
+  template <int R>
+  static void strip(const LinearRows& job, int64_t row, int64_t output, Strip strip) {
+    vf sums[R][2] = {};
+    const T* x = (const T*)job.x + row * job.x_stride;
+    multiply<Unit<T>, R>((const uint32_t*)x, units(job.x_stride), strip, sums);
+    write_strip<T, R>(job, row, output, sums);
+  }
+};
+
+typedef void (*StripKernel)(const LinearRows&, int64_t, int64_t, Strip);
+
+template <class Kind, class = std::make_integer_sequence<int, Kind::kRows>>
+struct Strips;
+template <class Kind, int... R>
+struct Strips<Kind, std::integer_sequence<int, R...>> {
+  static constexpr StripKernel of[] = {Kind::template strip<R + 1>...};  // by the number of rows - 1
+};
 
 // A panel and a block of rows.
 struct LinearWork {
@@ -155,15 +172,14 @@ struct LinearWork {
   }
 };
 
-template <class T>
-void linear(void* arg) {
-  LinearRows* job = (LinearRows*)arg;
-  constexpr int64_t kPerUnit = 4 / sizeof(T);
-  int64_t units = job->in / kPerUnit, panels = (job->out_width + kPanel - 1) / kPanel;
+template <class Kind>
+void linear_of(LinearRows* job) {
+  int64_t units = Kind::units(job->in), panels = (job->out_width + kPanel - 1) / kPanel;
   int64_t num_work = panels * ((job->rows + kBlockRows - 1) / kBlockRows);
+  int64_t stretches = (units + Kind::kStretchUnits - 1) / Kind::kStretchUnits;
   auto panel_at = [&](int64_t panel) { return (const uint32_t*)job->weight + panel * units * kPanel; };
   for (int64_t ticket = take(&job->next, 1), following; ticket < num_work; ticket = following) {
-    following = take(&job->next, 1);
+    following = take(&job->next, 1);  // known early, so that its panel is on its way
     LinearWork work(*job, ticket);
     const char* ahead = nullptr;
     if (following < num_work) {
@@ -172,20 +188,24 @@ void linear(void* arg) {
     } else if (job->after) {
       ahead = (const char*)job->after + (following - num_work) * units * kPanel * 4;
     }
-    int64_t rows = work.stop - work.row, tiles = (rows + kTall - 1) / kTall;
-    int64_t lines = (kStretch * kPanel * 4 / 64 + tiles - 1) / tiles;
-    int64_t stretches = (units + kStretch - 1) / kStretch;
+    int64_t rows = work.stop - work.row, tiles = (rows + Kind::kRows - 1) / Kind::kRows;
+    int64_t lines = (Kind::kStretchUnits * kPanel * 4 / 64 + tiles - 1) / tiles;
     for (int64_t tile = 0; tile < tiles; tile++) {
       int64_t row = work.row + rows * tile / tiles, stop = work.row + rows * (tile + 1) / tiles;
       for (int64_t at = 0; at < kPanel; at += kWide) {
         int64_t output = work.panel * kPanel + at;
         if (output >= job->out_width) break;
         Strip strip = {panel_at(work.panel) + at, units, at ? nullptr : ahead, lines};
-        StripsOf<T>::of[stop - row - 1](*job, row, output, strip);
+        Strips<Kind>::of[stop - row - 1](*job, row, output, strip);
       }
       if (ahead) ahead += stretches * lines * 64;
     }
   }
+}
+
+template <class T>
+void linear(void* arg) {
+  linear_of<Plain<T>>((LinearRows*)arg);
 }
 
 }  // namespace

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
 
 from kvferry.kernels.cpu.operations import DTYPES, threads_for
 
+Form = Literal["bytes", "fine bytes", "nibbles"]
+_FORMS: dict[Form, int] = {"bytes": 0, "fine bytes": 1, "nibbles": 2}
+PANEL = 32
+"""Outputs that lie side by side."""
 _PRODUCTS_PER_ELEMENT = 8
 """So many products take as long as an element of other operations."""
 
@@ -19,32 +25,57 @@ class Packed:
 
     def __init__(self, lib: ctypes.CDLL, weight: torch.Tensor) -> None:
         """What `kernels_of` found for the weight, which is not kept."""
-        self._lib, self.dtype = lib, weight.dtype
+        self._lib = lib
         self.outputs, self.inputs = weight.shape
-        shape = DTYPES[weight.dtype], self.outputs, self.inputs
-        self.weight = torch.empty(lib.kvferry_packed_linear_bytes(*shape), dtype=torch.uint8)
-        weight = weight.contiguous()
-        lib.kvferry_pack_linear(
-            shape[0], weight.data_ptr(), self.weight.data_ptr(), *shape[1:], torch.get_num_threads()
-        )
+        self.dtype, self.weight = weight.dtype, _pack(lib, weight)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`; x: `[rows, in]` of the weight's dtype, bias: `[out]`. Returns a new `[rows, out]`."""
         assert (x.dtype, x.shape[1]) == (self.dtype, self.inputs), (x.dtype, x.shape)
         if x.stride(1) != 1 or x.stride(0) * x.element_size() % 4:
             x = x.contiguous()
-        rows, out = len(x), torch.empty((len(x), self.outputs), dtype=self.dtype)
-        self._lib.kvferry_linear(
-            DTYPES[self.dtype],
-            x.data_ptr(),
-            self.weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            self.inputs,
-            self.outputs,
-            x.stride(0),
-            self.outputs,
-            threads_for(rows * self.inputs * self.outputs // _PRODUCTS_PER_ELEMENT),
-        )
+        out = torch.empty((len(x), self.outputs), dtype=self.dtype)
+        places = x.data_ptr(), self.weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
+        sizes = len(x), self.inputs, self.outputs, x.stride(0), self.outputs
+        threads = threads_for(len(x) * self.inputs * self.outputs // _PRODUCTS_PER_ELEMENT)
+        self._lib.kvferry_linear(DTYPES[self.dtype], *places, *sizes, threads)
         return out
+
+
+class PackedIntegers:
+    """A quantised weight in panels; rows are quantised in the call."""
+
+    __slots__ = ("_lib", "dtype", "form", "inputs", "outputs", "row_units", "weight")
+
+    def __init__(
+        self, lib: ctypes.CDLL, form: Form, shape: torch.Size, units: Iterable[torch.Tensor], dtype: torch.dtype
+    ) -> None:
+        """shape: of the weight; units: its outputs as int32 `[some, units]`, all but the last a multiple of `PANEL`.
+
+        What units hold stands in `linear_quantized.h`. dtype: of rows and results.
+        """
+        self._lib, self.form, self.dtype = lib, _FORMS[form], dtype
+        self.outputs, self.inputs = shape
+        self.weight = torch.cat([_pack(lib, some) for some in units])
+        self.row_units: int = lib.kvferry_quantized_row_units(self.form, self.inputs)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ weight.T + bias`; x: `[rows, in]`, bias: `[out]`. Returns a new `[rows, out]`."""
+        assert (x.dtype, x.shape[1]) == (self.dtype, self.inputs), (x.dtype, x.shape)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty((len(x), self.outputs), dtype=self.dtype)
+        steps = torch.empty((len(x), self.row_units), dtype=torch.int32)
+        places = x.data_ptr(), self.weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
+        sizes = len(x), self.inputs, self.outputs, x.stride(0), self.outputs
+        threads = threads_for(len(x) * self.inputs * self.outputs // (2 * _PRODUCTS_PER_ELEMENT))
+        self._lib.kvferry_linear_quantized(self.form, DTYPES[self.dtype], *places, steps.data_ptr(), *sizes, threads)
+        return out
+
+
+def _pack(lib: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.contiguous()
+    kind = 1 if weight.element_size() == 2 else 0
+    packed = torch.empty(lib.kvferry_packed_linear_bytes(kind, *weight.shape), dtype=torch.uint8)
+    lib.kvferry_pack_linear(kind, weight.data_ptr(), packed.data_ptr(), *weight.shape, torch.get_num_threads())
+    return packed

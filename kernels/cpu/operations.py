@@ -64,31 +64,3 @@ def argmax(lib: ctypes.CDLL, x: torch.Tensor) -> tuple[list[float], list[int]]:
     threads = min(rows, threads_for(rows * width // 8))
     lib.kvferry_argmax(DTYPES[x.dtype], x.data_ptr(), rows, width, values.ctypes.data, ids.ctypes.data, threads)
     return values.tolist(), ids.tolist()
-
-
-def quantize_rows(lib: ctypes.CDLL, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `kernels.quantized.quantize_rows`; x: contiguous `[rows, width]`."""
-    rows, width = x.shape
-    out, scales = torch.empty((rows, width), dtype=torch.uint8), torch.empty((rows, 1), dtype=torch.float32)
-    threads = threads_for(rows * width)
-    lib.kvferry_quantize_rows(DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, width, threads)
-    return out, scales
-
-
-def scale_rows(
-    lib: ctypes.CDLL, y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """`y * scales + bias` as a new tensor of `dtype`; y: contiguous float32 `[rows, width]`, scales: `[rows, 1]`."""
-    rows, width = y.shape
-    out = torch.empty((rows, width), dtype=dtype)
-    lib.kvferry_scale_rows(
-        DTYPES[dtype],
-        y.data_ptr(),
-        scales.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        width,
-        threads_for(rows * width),
-    )
-    return out

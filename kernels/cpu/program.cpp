@@ -23,6 +23,7 @@ const int64_t kShared = 8192, kSharedScores = 256;
 
 union Job {
   Embed embed;
+  QuantizeRows quantize;
   AddNorm add_norm;
   LinearRows linear;
   Gated gated;
@@ -107,9 +108,14 @@ bool prepare(Run& run, const Op& op) {
       run.job.add_norm = {x, op.delta < 0 ? nullptr : step.buffers[op.delta], op.kind == kPickOp ? step.wanted : nullptr,
                           op.weight, out, op.eps, rows, op.width, grain(run, rows), 0};
       return rows * op.width >= kShared;
+    case kQuantizeOp:
+      run.kernel = choose(0)->quantize[op.form][run.dtype];
+      run.job.quantize = {x, (uint32_t*)out, rows, op.in, op.in, grain(run, rows), 0};
+      return rows * op.in >= kShared;
     case kLinearOp:
-      run.kernel = choose(0)->linear[run.dtype];
-      run.job.linear = {x, op.weight, op.bias, out, op.after, rows, op.in, op.width, op.in, op.width, 0};
+      run.kernel = (op.form < 0 ? choose(0)->linear : choose(0)->linear_quantized[op.form])[run.dtype];
+      run.job.linear = {x, op.weight, op.bias, out, op.after, rows, op.in, op.width,
+                        op.form < 0 ? op.in : row_units((int)op.form, op.in), op.width, 0};
       return rows * op.in * op.width >= kShared;
     case kGatedOp:
       run.kernel = choose(op.width)->gated[run.dtype];

@@ -2,8 +2,8 @@
 #pragma once
 #include "api.h"
 
-enum OpKind { kEmbedOp, kAddNormOp, kPickOp, kLinearOp, kGatedOp, kRotateOp, kAttendOp, kReduceOp };
-enum { kBuffers = 5, kAttentions = 8 };
+enum OpKind { kEmbedOp, kAddNormOp, kPickOp, kQuantizeOp, kLinearOp, kGatedOp, kRotateOp, kAttendOp, kReduceOp };
+enum { kBuffers = 6, kAttentions = 8 };
 
 // The memory through which the ranks of a group on one machine exchange messages, as `shm_parallel.py` says it.
 // Mirrored in program.py.
@@ -22,6 +22,7 @@ struct Op {
   int64_t delta;       // a buffer that is added to x before its norm is taken, or -1
   int64_t in, width;   // of a row of x (of an embedding: its rows), and of out
   int64_t activation;
+  int64_t form;        // of quantised rows, or -1
   int64_t contexts;    // which of the step's
   int64_t angles;      // which of the step's
   const void *weight, *bias;

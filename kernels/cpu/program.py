@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.kernels.attention import Scoring
-from kvferry.kernels.cpu.linear import Packed
+from kvferry.kernels.cpu.linear import Packed, PackedIntegers
 from kvferry.kernels.cpu.operations import ACTIVATIONS, DTYPES
 
-NUM_BUFFERS, MAX_ATTENTIONS = 5, 8
+NUM_BUFFERS, MAX_ATTENTIONS = 6, 8
 """As in `program.h`."""
-_EMBED, _ADD_NORM, _PICK, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE = range(8)
+_EMBED, _ADD_NORM, _PICK, _QUANTIZE, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE = range(9)
 
 
 class Exchange(ctypes.Structure):
@@ -33,8 +33,8 @@ class _Op(ctypes.Structure):
     """`Op` of `program.h`."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width", "activation")],
-        *[(name, ctypes.c_int64) for name in ("contexts", "angles")],
+        *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width")],
+        *[(name, ctypes.c_int64) for name in ("activation", "form", "contexts", "angles")],
         *[(name, ctypes.c_void_p) for name in ("weight", "bias", "after", "q_norm", "k_norm", "cache", "exchange")],
         *[(name, ctypes.c_float) for name in ("eps", "scale", "softcap")],
     ]
@@ -84,9 +84,16 @@ class Program:
             eps=eps,
         )
 
-    def linear(self, x: int, packed: Packed, bias: torch.Tensor | None, out: int) -> None:
+    def linear(self, x: int, packed: Packed | PackedIntegers, bias: torch.Tensor | None, out: int, steps: int) -> None:
+        """steps: a buffer of int32 for rows that are quantised first."""
+        form = -1
+        if isinstance(packed, PackedIntegers):
+            form = packed.form
+            self._add(kind=_QUANTIZE, x=x, out=steps, in_width=packed.inputs, form=form)
+            x = steps
         pointers = {"weight": self._pointer(packed.weight), "bias": self._pointer(bias)}
-        self._add(kind=_LINEAR, x=x, out=out, in_width=packed.inputs, width=packed.outputs, **pointers)
+        sizes = {"in_width": packed.inputs, "width": packed.outputs, "form": form}
+        self._add(kind=_LINEAR, x=x, out=out, **sizes, **pointers)
 
     def gated(self, x: int, width: int, activation: str, out: int) -> None:
         """`activation` is one of `operations.ACTIVATIONS`; width: of `out`, half of x's."""

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -32,6 +32,7 @@ struct bf16 {
 };
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 template <class V>
 INLINE V load(const void* p) {

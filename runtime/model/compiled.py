@@ -8,6 +8,7 @@ Whatever is not plain is called layer by layer, with the same results.
     y       normed x, then what is to be added to x
     wide    queries, keys and values; gate and up
     inner   what goes into the linears back to the hidden size
+    steps   rows of integers, for quantised weights
     hidden  the rows whose logits are wanted
 """
 
@@ -20,16 +21,18 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.kernels.cpu.available import kernels_for
+from kvferry.kernels.cpu.linear import PackedIntegers
 from kvferry.kernels.cpu.operations import ACTIVATIONS
 from kvferry.kernels.cpu.program import MAX_ATTENTIONS, Program
 from kvferry.kernels.linear import Linear, PackedLinear
+from kvferry.kernels.quantized import QuantizedLinear
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, Norm, RMSNorm
 from kvferry.runtime.model.parallel import Ranks, TensorParallel
 from kvferry.runtime.model.shm_parallel import ShmExchange
 
-_X, _Y, _WIDE, _INNER, _HIDDEN = range(5)
+_X, _Y, _WIDE, _INNER, _STEPS, _HIDDEN = range(6)
 
 
 class _NotPlain(Exception):
@@ -57,7 +60,7 @@ class CompiledDecoder:
         dtype, hidden = embedding.dtype, embedding.shape[1]
         self._program = Program(lib, dtype)
         self._exchange: ShmExchange | None = None
-        self._widths = [hidden, hidden, 0, 0]
+        self._widths = [hidden, hidden, 0, 0, 0]
         """Of the buffers' rows, without `hidden`'s, which is new in every step."""
         self._program.embed(embedding.contiguous(), scale, _X)
         self._attentions = [self._layer(layer, first=i == 0) for i, layer in enumerate(layers)]
@@ -66,7 +69,7 @@ class CompiledDecoder:
             raise _NotPlain
         self._norm(norm, _X, _Y, _HIDDEN)
         self._program.finish()
-        self._memory = [torch.empty(0, dtype=dtype) for _ in self._widths]
+        self._memory = [torch.empty(0, dtype=torch.int32 if i == _STEPS else dtype) for i in range(len(self._widths))]
         self._storage: weakref.ref[RankStorage] | None = None
         self._contexts: list[tuple[int, int, int | None]] = []
         """What a step has to bring: block group, query heads, window."""
@@ -146,11 +149,13 @@ class CompiledDecoder:
 
     def _linear(self, linear: Linear, x: int, out: int) -> int:
         """Returns its number of outputs."""
-        if not isinstance(linear, PackedLinear) or (packed := linear.packed) is None:
+        if not isinstance(linear, PackedLinear | QuantizedLinear) or (packed := linear.packed) is None:
             raise _NotPlain
+        if isinstance(packed, PackedIntegers):
+            self._widths[_STEPS] = max(self._widths[_STEPS], packed.row_units)
         self._widths[x] = max(self._widths[x], packed.inputs)
         self._widths[out] = max(self._widths[out], packed.outputs)
-        self._program.linear(x, packed, linear.bias, out)
+        self._program.linear(x, packed, linear.bias, out, _STEPS)
         return packed.outputs
 
     def _attention(self, attention: Attention) -> int:

@@ -172,12 +172,11 @@ def weight_bytes(
 def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Workload) -> int:
     """A bound: of every token the residual, its norm and all that the widest half of a layer makes of them; of every
     row that draws a token its logits, as the head gives them and twice in float32 (what is reported, what is drawn).
-    int8 has a linear's result in float32 before it is scaled (of the head two), and its inputs as bytes. Of a mixture,
-    as many experts as a token has, with a copy of it for each; of latent attention, a whole context's keys and values,
-    made for one row at a time.
+    Quantised linears have their inputs as bytes besides. Of a mixture, as many experts as a token has, with a copy of
+    it for each; of latent attention, a whole context's keys and values, made for one row at a time.
     """
     tp_size, size = layout.tp_size, FORMATS[dtype].slot_bytes(1)
-    eight = workload.quantization == "int8"
+    per_input = size if workload.quantization == "none" else size + 1.25  # int4: 8 more for each group of 32
     outputs: dict[tuple[str, str], int] = {}
     inputs: dict[tuple[str, str], int] = {}
     for part, shape in rank_shapes(spec, layout):
@@ -189,11 +188,11 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
             outputs[half] = outputs.get(half, 0) + shape[0]
             inputs[half] = max(inputs.get(half, 0), shape[1])
     width = size * 2 * spec.hidden_size + max(
-        outputs[half] * (size + 4 * eight) + inputs[half] * (size + eight) for half in outputs
+        outputs[half] * size + int(inputs[half] * per_input) + 4 for half in outputs
     )
     own, whole = -(-spec.vocab_size // tp_size), spec.vocab_size if tp_size > 1 else 0
     rows = min(workload.max_batch_tokens, workload.max_sequences)
-    logits = (own + whole) * size + 2 * spec.vocab_size * 4 + 2 * own * 4 * eight
+    logits = (own + whole) * size + 2 * spec.vocab_size * 4
     expanded = max(_expanded(layer.attention) for layer in spec.layers) // tp_size * workload.context * size
     return expanded + workload.max_batch_tokens * width + rows * logits
 

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvferry.kernels.cpu.available import library
+from kvferry.kernels.packing import Quantization
 from kvferry.runtime.errors import DeviceError
 from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.groups import one_group
@@ -43,21 +44,23 @@ def oracle(name: str) -> PreTrainedModel:
     """With heads and channels that the kernels take, also when four ranks share them."""
     config = CONFIGS[name]()
     config.head_dim, config.intermediate_size = 16, 96
+    config.hidden_size = 64
     return randomised(name, config)
 
 
-def build(name: str, dtype: str, parallel: TensorParallel | None = None) -> Decoder:
-    return build_from(oracle(name), parallel or SingleRank(), getattr(torch, dtype))
+def build(
+    name: str, dtype: str, parallel: TensorParallel | None = None, quantization: Quantization = "none"
+) -> Decoder:
+    return build_from(oracle(name), parallel or SingleRank(), getattr(torch, dtype), quantization)
 
 
-def run(model: Decoder, dtype: str, threads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def run(model: Decoder, stored: str, threads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Logits of all tokens of each step, and the cache as bytes."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        storage = RankStorage(
-            one_group(model.spec.kv_layout(BLOCK, dtype, model.parallel.size), 160), "cpu", poison=True
-        )
+        layout = model.spec.kv_layout(BLOCK, stored, model.parallel.size)
+        storage = RankStorage(one_group(layout, 160), "cpu", dtype=model.dtype, poison=True)
         ids = np.random.default_rng(0).permutation(160).tolist()
         tables = [[BlockId(i) for i in ids[:100]], [BlockId(i) for i in ids[100:]]]
         tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 300)).tolist()
@@ -80,11 +83,21 @@ def run(model: Decoder, dtype: str, threads: int) -> tuple[list[torch.Tensor], t
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in OTHERS])
 def test_compiled_layers_are_the_layers(name: str, dtype: str) -> None:
     """A norm, bias, window or buffer mixed up in the program; work that a thread leaves out or does too early."""
-    model = build(name, dtype)
+    check(build(name, dtype), dtype)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "int4", "fp8"])
+def test_so_are_those_with_quantised_weights_or_kv(stored: str, quantization: Quantization) -> None:
+    """Rows of integers that overlap, or of another form; slots packed in another thread's memory."""
+    check(build("gqa-tied", "bfloat16", quantization=quantization), stored)
+
+
+def check(model: Decoder, stored: str) -> None:
     assert model.compiled is not None
-    expected, kept = run(dataclasses.replace(model, compiled=None), dtype, 1)
+    expected, kept = run(dataclasses.replace(model, compiled=None), stored, 1)
     for threads in (1, 2, 3):
-        logits, cache = run(model, dtype, threads)
+        logits, cache = run(model, stored, threads)
         for got, wanted in zip(logits, expected, strict=True):
             assert torch.equal(got, wanted)
         assert torch.equal(cache, kept)

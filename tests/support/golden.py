@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM as AutoModel
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from kvferry.kernels.packing import Quantization
 from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.groups import one_group
 from kvferry.runtime.kv.storage import RankStorage
@@ -74,10 +75,12 @@ def build(name: str, parallel: TensorParallel) -> Decoder:
     return build_from(oracle(name), parallel, torch.float32)
 
 
-def build_from(model: PreTrainedModel, parallel: TensorParallel, dtype: torch.dtype) -> Decoder:
+def build_from(
+    model: PreTrainedModel, parallel: TensorParallel, dtype: torch.dtype, quantization: Quantization = "none"
+) -> Decoder:
     spec = from_hf_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
     tensors = revert_weight_conversion(model, dict(model.state_dict()))  # as `save_pretrained` writes them
-    return build_model(spec, MemoryWeights(tensors, spec), dtype, parallel.rank, parallel)
+    return build_model(spec, MemoryWeights(tensors, spec), dtype, parallel.rank, parallel, quantization=quantization)
 
 
 class Sequences:

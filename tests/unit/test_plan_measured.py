@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from kvferry.kernels.cpu.available import library
 from kvferry.kernels.packing import Quantization
-from kvferry.kernels.quantized import can_quantize
 from kvferry.runtime.config import CacheConfig, DType, EngineConfig
 from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.groups import one_group
@@ -111,8 +111,8 @@ def held_bytes(value: Any, seen: dict[int, int]) -> int:
 )
 def test_a_running_engine_holds_what_was_planned(dtype: DType, quantization: Quantization) -> None:
     """Memory that the plan does not know of: a copy of the tied head, a layout that pads, KV beside the blocks."""
-    if quantization != "none" and not can_quantize(quantization):
-        pytest.skip(f"this CPU, or this torch, lacks {quantization}")
+    if quantization != "none" and library() is None:
+        pytest.skip("the CPU kernels are not built")
     config = EngineConfig(dtype=dtype, quantization=quantization, cache=CacheConfig(kv_memory_bytes=64 << 20))
     rank = Rank(MODEL, config)
     decoder = rank._runner._model
@@ -142,8 +142,8 @@ def test_a_running_engine_holds_what_was_planned(dtype: DType, quantization: Qua
 @pytest.mark.parametrize("inner", [256, 4096])
 def test_a_step_stays_within_the_bound(dtype: DType, quantization: Quantization, inner: int) -> None:
     """A planned deployment dies of its first full batch; or a bound so wide that it plans for half of the memory."""
-    if quantization != "none" and not can_quantize(quantization):
-        pytest.skip(f"this CPU, or this torch, lacks {quantization}")
+    if quantization != "none" and library() is None:
+        pytest.skip("the CPU kernels are not built")
     sizes = {"hidden_size": 256, "intermediate_size": inner, "vocab_size": 4096, "num_attention_heads": 16}
     spec = from_hf_config(CONFIG | sizes)
     tensors = {hf_source(spec, part).name: torch.rand(shape) / 8 for part, shape in part_shapes(spec).items()}

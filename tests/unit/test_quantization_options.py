@@ -10,8 +10,8 @@ import structlog
 import torch
 
 import kvferry
+from kvferry.kernels.cpu.available import library
 from kvferry.kernels.packing import Quantization
-from kvferry.kernels.quantized import can_quantize
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.model import families
@@ -20,9 +20,7 @@ from kvferry.runtime.rank import Rank
 from tests.support.tiny_model import CONFIG, save_tiny_model
 
 SPEC = families.from_hf_config(CONFIG)
-needs_operations = pytest.mark.skipif(
-    not (can_quantize("int8") and can_quantize("int4")), reason="this CPU, or this torch, lacks the operations"
-)
+needs_operations = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built or are turned off")
 
 
 def test_refused_by_name() -> None:
@@ -39,10 +37,10 @@ def test_refused_by_name() -> None:
     check_fit(EngineConfig(), SPEC, 1)
 
 
-def test_a_machine_without_the_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever asks for a quarter of the memory gets all of it, without a word."""
-    monkeypatch.setattr("kvferry.runtime.rank.can_quantize", lambda _quantization: False)
-    with pytest.raises(InvalidArgument, match="quantization='int8': this CPU, or this torch, lacks the operation"):
+    monkeypatch.setattr("kvferry.runtime.rank.library", lambda: None)
+    with pytest.raises(InvalidArgument, match="quantization='int8': needs the CPU kernels; build them"):
         Rank(str(save_tiny_model(tmp_path)), EngineConfig(quantization="int8"))
 
 
@@ -59,9 +57,9 @@ def test_kv_of_other_weights_is_never_hit(tmp_path: Path) -> None:
 
 
 @needs_operations
-@pytest.mark.parametrize(("quantization", "count"), [("int8", 0), ("int4", 6)])
+@pytest.mark.parametrize(("quantization", "count"), [("int8", 0), ("int4", 3)])
 def test_says_how_many_stay(tmp_path: Path, quantization: Quantization, count: int) -> None:
-    """Six linears of 120 channels that int4 cannot hold stay large, and nobody learns of it."""
+    """Three linears of 120 inputs that int4 cannot hold stay large, and nobody learns of it."""
     with structlog.testing.capture_logs() as logs:
         decoder = _build(CONFIG | {"intermediate_size": 120}, quantization)
     assert [log for log in logs if log["event"] == "linears_not_quantized"] == (
