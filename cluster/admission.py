@@ -18,15 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from kvferry.cluster.prices import AHEAD
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router import Demand, Router
 from kvferry.runtime.errors import QueueFull
 from kvferry.runtime.ids import Peer
 from kvferry.runtime.request import Request
 
-AHEAD = 1.25
-"""Of a group's blocks and sequences, how many are given away: the next prompts are computed while decodes end. With
-more there would be no room for their blocks when they are sent, and prompts would be computed twice (docs/log.md)."""
 MAX_LOOK = 16
 """Places at the head of the line that are tried when room appears."""
 DOUBT = 0.5
@@ -116,25 +114,32 @@ class Admission:
         router.load.on_less = self.line.call
 
     # ------------------------------------------------------------ room
-    def open_to(self, demand: Demand, members: Sequence[Member], hits: Mapping[Peer, int], new: bool) -> list[Member]:
-        """The members that the demand can be routed to; none: it must wait.
+    def closed_to(
+        self, demand: Demand, members: Sequence[Member], hits: Mapping[Peer, int], new: bool
+    ) -> set[Peer] | None:
+        """The members that the demand cannot be routed to; `None`: it must wait.
 
         What has begun already (not `new`) takes a place in an engine's queue rather than here.
         """
         if demand.num_decoding == 0:
-            return list(members)
-        homes = [m for m in members if m.role != "prefill"] or list(members)
-        homes = [m for m in homes if _fits(demand, m)] or homes
+            return set()
+        roster = self._router.prices.roster(members)
+        homes = roster.homes or roster.prices
+        best = [p for p in homes if demand.num_tokens + 1 <= p.max_context] or homes  # could ever hold one of them
         if new:
-            homes = [m for m in homes if self._has_room(demand, m, hits)]
-        if not homes:
-            return []
-        return homes + [m for m in members if m.role == "prefill" and m not in homes]
+            num_blocks = self._router.num_blocks(demand, homes[0].member, {})  # without hits it takes the most
+            best = [
+                p
+                for p in best
+                if (num_blocks <= p.room_blocks and demand.num_sequences <= p.room_sequences)
+                or self._has_room(demand, p.member, hits)
+            ]
+        if not best:
+            return None
+        return set() if len(best) == len(homes) else {p.peer for p in homes} - {p.peer for p in best}
 
     def _has_room(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> bool:
         booked, info = self._router.load.booked(member.peer), member.info
-        if booked.num_sequences == 0:
-            return True
         num_blocks = booked.num_blocks + self._router.num_blocks(demand, member, hits)
         num_sequences = booked.num_sequences + demand.num_sequences
         return num_blocks <= AHEAD * info.num_blocks and num_sequences <= AHEAD * info.max_sequences
@@ -170,38 +175,41 @@ class Admission:
         Prefill and decode are emptied at the same time, so the slower one counts. Work of decodes: what was given
         away beyond the pools must first come free, and a pool comes free once in a sequence's stay.
         """
-        rates, load = self._router.rates, self._router.load
+        rates = self._router.rates
         if not members or not rates.measured:
             return None
+        roster = self._router.prices.roster(members)
         before = [place.demand for place in self.line.places if place.rank[0] <= rank_ns]
-        prefillers = [m for m in members if m.role != "decode"] or list(members)
-        speed = sum(rates.prefill_tokens_per_s(m.peer) for m in prefillers)
+        speeds = [p.rate for p in roster.prefillers or roster.prices]
         missing = _share_missing(members)
-        waiting = sum(max(m.load.waiting_tokens, load.booked(m.peer).num_tokens) for m in members)
-        prefill_wait_s = (waiting + missing * sum(d.num_tokens for d in before)) / speed
-        homes = [m for m in members if m.role != "prefill"] or list(members)
-        wanted = [*before, demand]
+        waiting = sum([p.waiting for p in roster.prices])
+        prefill_wait_s = (waiting + missing * sum(d.num_tokens for d in before)) / sum(speeds)
+        homes, wanted = roster.homes or roster.prices, [*before, demand]
         excess = max(
-            self._excess(homes, sum(self._router.num_blocks(d, homes[0], {}) for d in wanted), "num_blocks"),
-            self._excess(homes, sum(d.num_decoding for d in wanted), "num_sequences"),
+            _excess(
+                sum([p.booked.num_blocks for p in homes]),
+                sum(self._router.num_blocks(d, homes[0].member, {}) for d in wanted),
+                sum([p.num_blocks for p in homes]),
+            ),
+            _excess(
+                sum([p.booked.num_sequences for p in homes]),
+                sum(d.num_decoding for d in wanted),
+                sum([p.max_sequences for p in homes]),
+            ),
         )
-        stay_s = rates.output_tokens * max(rates.joined_step_s(m.peer, m.load.num_running, 0) for m in homes)
-        own_s = missing * demand.num_tokens / max(rates.prefill_tokens_per_s(m.peer) for m in prefillers)
-        return Estimate(max(prefill_wait_s, excess * stay_s), own_s)
-
-    def _excess(self, homes: Sequence[Member], wanted: int, kind: str) -> float:
-        """What is booked and `wanted` beyond what the groups hold, as a share of that."""
-        room = sum(m.info.num_blocks if kind == "num_blocks" else m.info.max_sequences for m in homes)
-        booked: int = sum(getattr(self._router.load.booked(m.peer), kind) for m in homes)
-        return max(0.0, (booked + wanted - room) / room)
+        wait_s = prefill_wait_s
+        if excess > 0:
+            step_s = max(p.base_s + p.slope_s * p.member.load.num_running for p in homes)
+            wait_s = max(wait_s, excess * rates.output_tokens * step_s)
+        return Estimate(wait_s, missing * demand.num_tokens / max(speeds))
 
 
-def _fits(demand: Demand, member: Member) -> bool:
-    """Whether the group could ever hold one of the sequences."""
-    return demand.num_tokens + 1 <= member.info.max_context
+def _excess(booked: int, wanted: int, room: int) -> float:
+    """What is booked and wanted beyond what the groups hold, as a share of that."""
+    return max(0.0, (booked + wanted - room) / room)
 
 
 def _share_missing(members: Sequence[Member]) -> float:
     """Of prompts' tokens, the share that groups did not find in their caches so far."""
-    seen = sum(m.load.prompt_tokens_total for m in members)
-    return 1.0 - sum(m.load.cached_tokens_total for m in members) / seen if seen else 1.0
+    seen = sum([m.load.prompt_tokens_total for m in members])
+    return 1.0 - sum([m.load.cached_tokens_total for m in members]) / seen if seen else 1.0

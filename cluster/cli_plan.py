@@ -56,7 +56,7 @@ class Plan:
 
     dtype: DType = _ENGINE.dtype
     """Number format of weights and computation; auto is what the model's files say."""
-    kv: KVDType = _ENGINE.cache.kv_dtype
+    kv: Annotated[KVDType, tyro.conf.arg(aliases=("--kv-dtype",))] = _ENGINE.cache.kv_dtype
     """How keys and values are stored and shipped; auto is as computed."""
     quantization: Quantization = _ENGINE.quantization
     """Of the weights, on CPUs."""

@@ -129,7 +129,7 @@ class Serve:
     block_size: int = _ENGINE.cache.block_size
     """Tokens in a KV block. Prefixes are shared in whole blocks."""
     kv_dtype: KVDType = _ENGINE.cache.kv_dtype
-    """How the KV cache is stored and sent: int8 and fp8 halve it, int4 takes three eighths. auto: as it is computed."""
+    """How the KV cache is stored and sent: int8 and fp8 halve it, int4 takes 27%. auto: as it is computed."""
     kv_memory: Annotated[str | None, shown("SIZE", DEFAULT_KV_MEMORY)] = None
     """Memory for the KV cache of each worker."""
     num_blocks: Annotated[int | None, shown("INT", "as many as fit --kv-memory")] = _ENGINE.cache.num_blocks

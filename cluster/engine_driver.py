@@ -18,9 +18,9 @@ from kvferry.cluster import messages as m
 from kvferry.cluster.kv_events import KvEventLog
 from kvferry.runtime.errors import FatalError, KvferryError
 from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
-from kvferry.runtime.reports import StepOutput
+from kvferry.runtime.reports import OnEvicted, StepOutput
 from kvferry.runtime.request import SequenceRequest, TokenEvent
-from kvferry.runtime.transfer.ticket import ExpectRequest, LinkReport, Ticket, TransferEvent
+from kvferry.runtime.transfer.ticket import ExpectRequest, LinkReport, Ticket, TransferEvent, TransferState
 
 MAX_REMEMBERED_TRANSFERS = 65536
 
@@ -35,12 +35,13 @@ class EngineLike(Protocol):
     def expect(self, request: ExpectRequest, now_ns: int) -> Ticket: ...
     def send(self, ticket: Ticket, now_ns: int) -> None: ...
     def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None: ...
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None: ...
     def renew(self, ids: list[TransferId], timeout_s: float, now_ns: int) -> None: ...
     def peer_gone(self, peer: Peer) -> None: ...
     def report(self, report: LinkReport) -> None: ...
     def has_work(self) -> bool: ...
     def next_deadline_ns(self) -> int | None: ...
-    def step(self, now_ns: int) -> StepOutput: ...
+    def step(self, now_ns: int, on_evicted: OnEvicted | None = None) -> StepOutput: ...
     def load(self) -> m.Load: ...
     def audit(self) -> Any: ...  # the fields of `messages.Audit` but `call_id`
     def cached_hashes(self) -> list[BlockHash]: ...
@@ -67,15 +68,20 @@ class Sink(Protocol):
 
 
 class EngineDriver:
-    """Knows which gateway asked for what. `reply` is called with answers, at once."""
+    """Knows which gateway asked for what.
+
+    `reply` is called with answers, at once; `early` with what is known of a step before it is executed.
+    """
 
     def __init__(
         self,
         engine: EngineLike,
         reply: Callable[[str, m.Reply | m.Audit | m.KvSnapshot], None],
+        early: Callable[[Output], None],
         now_ns: Callable[[], int],
     ) -> None:
         self._engine = engine
+        self._early = early
         self._reply = reply
         self._now_ns = now_ns
         self._owner: dict[SequenceKey, str] = {}
@@ -100,7 +106,7 @@ class EngineDriver:
         return longest_s if deadline_ns is None else min(longest_s, max(0.0, (deadline_ns - now_ns) / 1e9))
 
     def step(self, now_ns: int) -> Output:
-        step = self._engine.step(now_ns)
+        step = self._engine.step(now_ns, self._evicted)
         tokens: dict[str, list[TokenEvent]] = {}
         for event in step.tokens:
             over = event.finish_reason is not None or event.error_label is not None
@@ -108,9 +114,14 @@ class EngineDriver:
             if owner is not None:
                 tokens.setdefault(owner, []).append(event)
         for transfer in step.transfers:
-            self._transfers.pop((transfer.transfer_id, transfer.attempt), None)
+            if transfer.state is not TransferState.ACTIVE:
+                self._transfers.pop((transfer.transfer_id, transfer.attempt), None)
         kv = self._kv_events(step.stored, step.removed)
         return Output(tokens=tokens, transfers=step.transfers, kv=kv, load=self._engine.load())
+
+    def _evicted(self, stored: list[BlockHash], removed: list[BlockHash]) -> None:
+        kv = self._kv_events(stored, removed)
+        self._early(Output(tokens={}, transfers=[], kv=kv, load=self._engine.load()))
 
     def _kv_events(self, stored: list[BlockHash], removed: list[BlockHash]) -> m.KvEvents | None:
         for block_hash in stored:
@@ -149,6 +160,8 @@ class EngineDriver:
             case m.EndTransfer(transfer_id=transfer_id, attempt=attempt, reason=reason):
                 self._transfers.pop((transfer_id, attempt), None)
                 engine.end_transfer(transfer_id, attempt, reason)
+            case m.ShortenTransfer(transfer_id=transfer_id, attempt=attempt, lacking=lacking):
+                engine.shorten_transfer(transfer_id, attempt, lacking)
             case m.Renew(transfer_ids=transfer_ids, timeout_s=timeout_s):
                 engine.renew(transfer_ids, timeout_s, now_ns)
             case m.PeerGone(group=group, epoch=epoch):

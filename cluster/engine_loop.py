@@ -44,7 +44,7 @@ class EngineLoop:
         max_inbox: int = MAX_INBOX,
         on_crash: Callable[[str], None] = exit_process,
     ) -> None:
-        self._driver = EngineDriver(engine, sink.reply, now_ns)
+        self._driver = EngineDriver(engine, sink.reply, sink.output, now_ns)
         self._sink = sink
         self._now_ns = now_ns
         self._on_crash = on_crash

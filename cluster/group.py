@@ -18,13 +18,15 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import structlog
 
 from kvferry.runtime.errors import DeviceError, GroupUnavailable, InvalidArgument, Unauthenticated
-from kvferry.runtime.step import StepPlan
+from kvferry.runtime.step import StepPlan, make_table
 from kvferry.runtime.transfer.ticket import LinkDown, LinkReport, Received, Sent
 
 MAX_FRAME_BYTES = 64 << 20
@@ -55,9 +57,16 @@ class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
     down: LinkDown | None = None
 
 
-_encode = msgspec.msgpack.Encoder().encode
+def _pack(table: Any) -> bytes:
+    """Block tables travel as they lie in memory: number by number would cost each step what the contexts are long."""
+    if isinstance(table, array):
+        return table.tobytes()
+    raise TypeError(f"{type(table).__name__} in a message")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_pack).encode
 _decode_note = msgspec.msgpack.Decoder(Join | Done | Report).decode
-_decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
+_decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=lambda _, table: make_table(table)).decode
 
 
 def exit_process(reason: str) -> None:

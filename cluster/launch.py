@@ -14,10 +14,10 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,16 +29,17 @@ import structlog
 import kvferry
 import kvferry.cluster.grpc_env
 from kvferry.cluster.api.grpc import ApiServer, make_server
+from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
 from kvferry.cluster.operations import Operations
 from kvferry.cluster.orphans import OwnRay
+from kvferry.cluster.start_checks import check_group, checked
 from kvferry.cluster.supervisor import Supervisor, SupervisorPolicy, first_leaf
 from kvferry.cluster.topology import allot
 from kvferry.runtime.errors import Cancelled, InvalidArgument, KvferryError, ResourceMissing
 from kvferry.runtime.ids import GroupId
-from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
-from kvferry.runtime.model.fit import check_fit
+from kvferry.runtime.model.files import ModelFiles, resolve_model
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
 GRACE_S = 2.0
@@ -46,7 +47,6 @@ GRACE_S = 2.0
 CLOSE_TIMEOUT_S = 20.0
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: nothing of weight travels through its object store."""
-RAY_CONNECT_TIMEOUT_S = 5.0
 RAY_LOST_GRACE_S = 3.0
 """Of `serve`, once Ray has died, to end in good order: calls to a dead Ray may hang."""
 LOOPBACK = "127.0.0.1"
@@ -143,10 +143,8 @@ class RunningCluster:
             raise first_leaf(failures) from None
 
     async def _check_and_serve(self) -> None:
+        self._config, spec = await asyncio.to_thread(checked, self._config, self._files)
         config = self._config
-        spec = await asyncio.to_thread(load_spec, self._files)
-        for group in config.groups():
-            check_fit(config.engine, spec, group.tp_size)
         async with contextlib.AsyncExitStack() as stack:
             self.gateway = await stack.enter_async_context(Gateway(config, self._files.name, spec))
             server = make_server(self.gateway, config.host, config.port, config.server)
@@ -161,9 +159,7 @@ class RunningCluster:
             self._on_connected()
             await server.start()
             self.supervisor = self._supervise(nodes)
-            operations = Operations(
-                config, self.gateway, self.supervisor, lambda group: check_fit(config.engine, spec, group.tp_size)
-            )
+            operations = Operations(config, self.gateway, self.supervisor, partial(check_group, config.engine, spec))
             stack.push_async_callback(operations.close)
             self.gateway.operator = operations
             await self._until_closed(server, own_ray)
@@ -288,7 +284,6 @@ def _connect(address: str | None, own: OwnRay | None, log_json: bool) -> list[fl
         del options["runtime_env"]
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:
-        _check_ray_address(address)
         options["address"] = address
     import ray
 
@@ -304,20 +299,6 @@ def _connect(address: str | None, own: OwnRay | None, log_json: bool) -> list[fl
             "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
         ) from error
     return [float(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
-def _check_ray_address(address: str) -> None:
-    """Ray itself would try an address where nobody listens for minutes, and then abort the process."""
-    if address == "auto":
-        return
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        raise InvalidArgument("ray_address", address, "must be HOST:PORT of a Ray head, or auto")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        hint = "see `ray status` there, or leave the option out"
-        raise InvalidArgument("ray_address", address, f"nobody answers there: {error}", hint) from error
 
 
 def _disconnect() -> None:
@@ -369,6 +350,7 @@ async def _serve(config: ServeConfig, parts: Parts | None) -> None:
         finally:
             show.cancel()
             await asyncio.gather(show, return_exceptions=True)
+        settle_collector()
         _log.info("serving", target=cluster.target, model=config.model, after_s=round(time.monotonic() - begin, 1))
         await cluster.ended()
 

@@ -49,6 +49,14 @@ class EndTransfer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
+class ShortenTransfer(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """These blocks of a transfer will not come: its source has lost them. Others will. Idempotent."""
+
+    transfer_id: TransferId
+    attempt: int
+    lacking: list[BlockHash]
+
+
 class Renew(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Prolongs transfers' leases by `timeout_s` from now."""
 
@@ -74,7 +82,9 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A gateway's heartbeat, sent when it has had nothing else to say for a while."""
 
 
-ToGroup = Hello | Alive | Submit | Cancel | Expect | SendTicket | EndTransfer | Renew | PeerGone | Query
+ToGroup = (
+    Hello | Alive | Submit | Cancel | Expect | SendTicket | EndTransfer | ShortenTransfer | Renew | PeerGone | Query
+)
 
 
 # ---------------------------------------------------------------- group → gateway

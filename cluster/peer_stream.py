@@ -23,7 +23,7 @@ import structlog
 
 from kvferry.cluster import messages as m
 from kvferry.runtime.errors import GroupUnavailable, Unauthenticated, error_of
-from kvferry.runtime.ids import Peer, SequenceKey, TransferId
+from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
 from kvferry.runtime.request import SequenceRequest
 from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket
 
@@ -142,6 +142,9 @@ class RemoteGroup:
 
     def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None:
         self._put(m.EndTransfer(transfer_id=transfer_id, attempt=attempt, reason=reason))
+
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        self._put(m.ShortenTransfer(transfer_id=transfer_id, attempt=attempt, lacking=lacking))
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float) -> None:
         self._put(m.Renew(transfer_ids=transfer_ids, timeout_s=timeout_s))

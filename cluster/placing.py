@@ -113,7 +113,7 @@ class Placer:
             if place is not None and not line.may_try(place):
                 await self._wait(record, self._unavailable_timeout_s)
                 continue
-            decision = self._decide(record, homeless, members, place is not None, now_ns)
+            decision = self.decide(record, homeless, members, place is not None, now_ns)
             if decision is None:
                 assert place is not None, "what has begun is never held back"
                 line.block(place)
@@ -127,17 +127,19 @@ class Placer:
             await self._send_off(record, homeless, decision, place, now_ns)
             return
 
-    def _decide(
+    def decide(
         self, record: Record, sequences: list[Sequence], members: list[Member], new: bool, now_ns: int
     ) -> RoutingDecision | None:
         """`None`: there is no room."""
         demand = record.demand(sequences)
         hashes, num_window = self.hashes(record, record.shared_tokens(sequences)), self._registry.num_window
-        hits = self._index.longest_prefix(hashes, now_ns, num_window)
+        hits, held = self._index.find(hashes, now_ns, num_window)
         avoid = set[Peer]().union(*(s.avoid for s in sequences))
-        routable = {m.peer for m in members}
-        held = {peer: count for peer, count in self._index.longest_held(hashes, num_window).items() if peer in routable}
-        return self._router.route(demand, self._admission.open_to(demand, members, hits, new), hits, avoid, held)
+        routable = self._router.prices.roster(members).peers
+        if not held.keys() <= routable:
+            held = {peer: count for peer, count in held.items() if peer in routable}
+        closed = self._admission.closed_to(demand, members, hits, new)
+        return None if closed is None else self._router.route(demand, members, hits, avoid, held, closed)
 
     async def _send_off(
         self,

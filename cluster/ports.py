@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from kvferry.cluster.messages import Audit, GroupInfo, KvSnapshot
-from kvferry.runtime.ids import Peer, SequenceKey, TransferId
+from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
 from kvferry.runtime.request import SequenceRequest
 from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket
 
@@ -42,6 +42,8 @@ class GroupPort(Protocol):
     def send_ticket(self, ticket: Ticket) -> None: ...
 
     def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None: ...
+
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None: ...
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float) -> None: ...
 

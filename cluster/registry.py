@@ -59,22 +59,16 @@ class Member:
 
     def __init__(self, port: GroupPort, now_ns: int) -> None:
         self.port = port
+        self.peer = port.peer
+        self.info = port.info
         self.state = GroupState.LIVE
         self.last_frame_ns = now_ns
-        self.load = Load()
+        self.load = Load(num_free_blocks=port.info.num_blocks)  # until it speaks itself
         self.draining = False
         self.stays = False
         """Until `down`, also beside its successor, which takes over from it."""
         self.role = port.info.role
         """What the router sends it; any group can do both phases."""
-
-    @property
-    def peer(self) -> Peer:
-        return self.port.peer
-
-    @property
-    def info(self) -> GroupInfo:
-        return self.port.info
 
     @property
     def routable(self) -> bool:
@@ -87,6 +81,8 @@ class Registry:
     def __init__(self, config: RegistryConfig) -> None:
         self.config = config
         self._members: dict[Peer, Member] = {}
+        self._routable: list[Member] | None = None
+        """Made anew after every change."""
         self._epochs: dict[GroupId, Epoch] = {}
         self._reference: GroupInfo | None = None
         self._listeners: list[Listener] = []
@@ -153,6 +149,7 @@ class Registry:
         """Whether the group gets no new work although it is live."""
         if member := self._members.get(peer):
             member.draining = draining
+            self._routable = None
             if not draining:
                 self._tell(Change.BACK, peer)
 
@@ -175,7 +172,10 @@ class Registry:
         return list(self._members.values())
 
     def routable(self) -> list[Member]:
-        return [member for member in self._members.values() if member.routable]
+        """The same list until someone comes, goes, or changes its state or role. Not to be changed."""
+        if self._routable is None:
+            self._routable = [member for member in self._members.values() if member.routable]
+        return self._routable
 
     @property
     def reference(self) -> GroupInfo:
@@ -221,5 +221,6 @@ class Registry:
                 )
 
     def _tell(self, change: Change, peer: Peer, reason: str = "") -> None:
+        self._routable = None
         for listener in self._listeners:
             listener(change, peer, reason)

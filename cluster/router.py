@@ -14,19 +14,22 @@
 
 Seconds of others' waiting weigh as much as the request's own. Options compared: everything on one group; prefill on one
 group and ship to another; each with what the first group lacks of the prefix computed, or fetched from the peer that
-holds most of it. Load is booked when it is decided; of a booking and a group's report of it the larger counts.
+holds most of it. What the first group costs does not depend on who decodes, nor the other way round: the best pair is
+the best of each, and not searched for among all pairs. Load is booked when it is decided; of a booking and a group's
+report of it the larger counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvferry.cluster.messages import GroupInfo, Load
+from kvferry.cluster.messages import Load
+from kvferry.cluster.prices import Price, Prices, Roster
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router_load import Booking, GroupRates, LoadBook
 from kvferry.runtime.config import check_range
@@ -88,7 +91,7 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Peer | None
     """`None`: all is done on `decode`."""
     decode: Peer
-    hits: dict[Peer, int]
+    hits: Mapping[Peer, int]
     """Leading blocks that each group was thought to hold."""
     fetch: Fetch | None
     num_prefill_tokens: int
@@ -110,6 +113,34 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         return self.queue_s + self.fetch_s + self.prefill_s + self.stall_s + self.transfer_s + self.decode_s
 
 
+class _Work(NamedTuple):
+    """A demand, and what is known of its prompt."""
+
+    demand: Demand
+    hits: Mapping[Peer, int]
+    held: Mapping[Peer, int]
+    size: int
+    """Of a block."""
+    usable: int
+    """Blocks of a prefix that need not be computed: the last token always is, for its logits."""
+    most_held: int
+    """Leading blocks that some group can send; 0: nothing is fetched."""
+    most_fetched: int
+    """Of these, the usable ones."""
+    num_steps: float
+
+
+class _Option(NamedTuple):
+    cost_s: float
+    prefill: Price | None
+    decode: Price
+    reason: str
+
+    @property
+    def first(self) -> Price:
+        return self.prefill or self.decode
+
+
 class Router:
     """Keeps rates and booked load per group. Knows nothing of requests' lives."""
 
@@ -119,6 +150,10 @@ class Router:
             config.prior_prefill_tokens_per_s, config.prior_decode_step_s, config.prior_link_bytes_per_s
         )
         self.load = LoadBook()
+        self.prices = Prices(self.rates, self.load)
+        self.load.on_change = self.prices.changed
+        self._least_gain_s = -math.inf if config.fetch_prefix == "always" else COST_GRAIN_S
+        """A fetch that gains less is not worth it."""
         self._picked: dict[Peer, int] = {}
         self._num_picks = 0
 
@@ -128,41 +163,56 @@ class Router:
         demand: Demand,
         members: Sequence[Member],
         hits: Mapping[Peer, int],
-        avoid: Iterable[Peer] = (),
+        avoid: Collection[Peer] = (),
         held: Mapping[Peer, int] = MappingProxyType({}),
+        closed: Collection[Peer] = (),
     ) -> RoutingDecision | None:
         """The cheapest option among the routable members; `None` if there is none.
 
-        Members in `avoid` are chosen only if there is nobody else. `held`: leading blocks that groups can send now.
+        Members in `avoid` are chosen only if there is nobody else, those in `closed` never. `held`: leading blocks that
+        groups can send now.
         """
-        live = _preferred(members, avoid)
-        if demand.max_new_tokens <= 1:
-            return self._cheapest(self._wholes(demand, live, hits, held, "one token: no decode phase"))
-        decoders = [m for m in live if m.role != "prefill"]
-        prefillers = [m for m in live if m.role != "decode"]
-        if not decoders:
-            return self._cheapest(self._wholes(demand, live, hits, held, "no decode group lives"))
-        why = "cheapest on one group" if prefillers else "no prefill group lives"
-        whole = self._wholes(demand, decoders, hits, held, why)
-        ship = self._shipped(demand, prefillers, decoders, hits, held)
-        if self._config.disaggregate == "never" or not ship:
-            return self._cheapest(whole)
-        return self._cheapest(ship if self._config.disaggregate == "always" else whole + ship)
+        everyone = self.prices.roster(members)
+        live = _preferred(everyone.without(closed), avoid)
+        if not live.prices:
+            return None
+        work = self._work(demand, hits, held, everyone)
+        return self._decide(work, self._cheapest(work, live))
+
+    def _cheapest(self, work: _Work, live: Roster) -> _Option:
+        if work.demand.max_new_tokens <= 1:
+            return self._whole(work, live.prices, "one token: no decode phase")
+        if not live.homes:
+            return self._whole(work, live.prices, "no decode group lives")
+        why = "cheapest on one group" if live.prefillers else "no prefill group lives"
+        apart = None if self._config.disaggregate == "never" else self._apart(work, live)
+        if apart is not None and self._config.disaggregate == "always":
+            return apart
+        whole = self._whole(work, live.homes, why)
+        if apart is None or whole.cost_s < apart.cost_s - COST_GRAIN_S:
+            return whole
+        if apart.cost_s < whole.cost_s - COST_GRAIN_S:
+            return apart
+        return min(whole, apart, key=lambda option: (self._turn(option.first), self._turn(option.decode)))
 
     def route_decode(
         self, demand: Demand, prefill: Member, members: Sequence[Member], hits: Mapping[Peer, int]
     ) -> RoutingDecision | None:
         """Another decode group for what `prefill` is computing already; `None` if no other lives."""
-        decoders = [m for m in _preferred(members, ()) if m.role != "prefill" and m.peer != prefill.peer]
-        return self._cheapest([self._pair(demand, prefill, m, hits, "decode group lost") for m in decoders])
+        live = self.prices.roster(members).without((prefill.peer,))
+        return self._receiver(demand, prefill, live.homes, hits, "decode group lost")
 
     def route_move(
-        self, demand: Demand, source: Member, members: Sequence[Member], hits: Mapping[Peer, int], avoid: Iterable[Peer]
+        self,
+        demand: Demand,
+        source: Member,
+        members: Sequence[Member],
+        hits: Mapping[Peer, int],
+        avoid: Collection[Peer],
     ) -> RoutingDecision | None:
         """Where a sequence of `source` may go on once its blocks were sent; `None` if nobody else lives."""
-        others = _preferred([m for m in members if m.peer != source.peer], avoid)
-        homes = [m for m in others if m.role != "prefill"] or others
-        best = self._cheapest([self._pair(demand, source, m, hits, "moved") for m in homes])
+        others = _preferred(self.prices.roster(members).without((source.peer,)), avoid)
+        best = self._receiver(demand, source, others.homes or others.prices, hits, "moved")
         return None if best is None else msgspec.structs.replace(best, prefill=None, num_prefill_tokens=0)
 
     # ------------------------------------------------------------ load
@@ -179,6 +229,7 @@ class Router:
     def observe(self, peer: Peer, load: Load) -> None:
         """A group's report."""
         self.rates.observe(peer, load)
+        self.prices.measured(peer)
 
     def observe_output(self, num_tokens: int) -> None:
         """How long a sequence became."""
@@ -187,6 +238,7 @@ class Router:
     def forget(self, peer: Peer) -> None:
         """The group is gone; bookings on it are released by their owners."""
         self.rates.forget(peer)
+        self.prices.forget(peer)
         self._picked.pop(peer, None)
 
     @property
@@ -219,160 +271,132 @@ class Router:
         return max(num_blocks, -(-held * info.num_blocks // beside.num_blocks))
 
     # ------------------------------------------------------------ costs
-    def _wholes(
-        self,
-        demand: Demand,
-        members: list[Member],
-        hits: Mapping[Peer, int],
-        held: Mapping[Peer, int],
-        reason: str,
-    ) -> list[RoutingDecision]:
-        return [
-            self._whole(demand, m, hits, fetch, reason)
-            for m in members
-            for fetch in self._fetches(demand, m, hits, held)
-        ]
-
-    def _whole(
-        self, demand: Demand, member: Member, hits: Mapping[Peer, int], fetch: Fetch | None, reason: str
-    ) -> RoutingDecision:
-        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, member, hits, fetch)
-        return RoutingDecision(
-            prefill=None,
-            decode=member.peer,
-            hits=dict(hits),
-            fetch=fetch,
-            num_prefill_tokens=num_tokens,
-            num_decoding=demand.num_decoding,
-            num_blocks=self.num_blocks(demand, member, hits),
-            queue_s=queue_s,
-            fetch_s=_beyond(queue_s, fetch),
-            prefill_s=prefill_s,
-            stall_s=stall_s,
-            transfer_s=0.0,
-            decode_s=self._decode(demand, member),
-            reason=reason,
-        )
-
-    def _pair(
-        self,
-        demand: Demand,
-        prefill: Member,
-        decode: Member,
-        hits: Mapping[Peer, int],
-        reason: str,
-        fetch: Fetch | None = None,
-    ) -> RoutingDecision:
-        queue_s, prefill_s, stall_s, num_tokens = self._prefill(demand, prefill, hits, fetch)
-        missing = demand.num_tokens // decode.info.block_size - hits.get(decode.peer, 0)
-        num_bytes = _ferried_bytes(decode.info, max(0, missing))
-        return RoutingDecision(
-            prefill=prefill.peer,
-            decode=decode.peer,
-            hits=dict(hits),
-            fetch=fetch,
-            num_prefill_tokens=num_tokens,
-            num_decoding=demand.num_decoding,
-            num_blocks=self.num_blocks(demand, decode, hits),
-            queue_s=queue_s,
-            fetch_s=_beyond(queue_s, fetch),
-            prefill_s=prefill_s,
-            stall_s=stall_s,
-            transfer_s=TRANSFER_LATENCY_S + num_bytes / self.rates.link_bytes_per_s(decode.peer),
-            decode_s=self._decode(demand, decode),
-            reason=reason,
-        )
-
-    def _shipped(
-        self,
-        demand: Demand,
-        prefillers: list[Member],
-        decoders: list[Member],
-        hits: Mapping[Peer, int],
-        held: Mapping[Peer, int],
-    ) -> list[RoutingDecision]:
-        """Pairs for which there is something to ship."""
-        return [
-            self._pair(demand, p, d, hits, "cheaper to prefill apart", fetch)
-            for p in prefillers
-            for fetch in self._fetches(demand, p, hits, held)
-            for d in decoders
-            if p.peer != d.peer and hits.get(d.peer, 0) < demand.num_tokens // d.info.block_size
-        ]
-
-    def _fetches(
-        self, demand: Demand, first: Member, hits: Mapping[Peer, int], held: Mapping[Peer, int]
-    ) -> list[Fetch | None]:
-        """The ways for `first` to come by the prefix that it lacks; `None`: it computes it."""
-        size, usable = first.info.block_size, _usable(demand, first)
-        others = [peer for peer in held if peer != first.peer]
-        if self._config.fetch_prefix == "never" or not others:
-            return [None]
-        source = max(others, key=lambda peer: (held[peer], str(peer)))
-        num_blocks = min(held[source], usable)
-        num_fetched = num_blocks - min(hits.get(first.peer, 0), usable)
-        if num_fetched <= 0:
-            return [None]
-        seconds = TRANSFER_LATENCY_S + _ferried_bytes(first.info, num_fetched) / self.rates.link_bytes_per_s(first.peer)
-        compute_s = num_fetched * size / self.rates.prefill_tokens_per_s(first.peer)
-        fetch = Fetch(source, num_blocks, seconds, max(MIN_FETCH_PATIENCE_S, FETCH_PATIENCE * compute_s))
-        return [fetch] if self._config.fetch_prefix == "always" else [None, fetch]
-
-    def _prefill(
-        self, demand: Demand, member: Member, hits: Mapping[Peer, int], fetch: Fetch | None
-    ) -> tuple[float, float, float, int]:
-        """Seconds of queue, prefill and stall; tokens to compute (at least the last one)."""
-        rate = self.rates.prefill_tokens_per_s(member.peer)
-        num_hits = fetch.num_blocks if fetch is not None else hits.get(member.peer, 0)
-        num_tokens = demand.num_tokens - min(num_hits, _usable(demand, member)) * member.info.block_size
-        waiting = max(member.load.waiting_tokens, self.load.booked(member.peer).num_tokens)
-        # Who is still to come from a prefill elsewhere does not wait for this one.
-        decoding = self._num_decoding(member) if member.role == "prefill" else member.load.num_running
-        if member.role == "decode":
-            decoding = max(1, decoding)
-        return waiting / rate, num_tokens / rate, num_tokens / rate * (1 + decoding), num_tokens
-
-    def _decode(self, demand: Demand, member: Member) -> float:
+    def _work(self, demand: Demand, hits: Mapping[Peer, int], held: Mapping[Peer, int], everyone: Roster) -> _Work:
+        size = everyone.prices[0].member.info.block_size  # the same in a whole cluster
+        usable = max(0, demand.num_tokens - 1) // size
+        most = 0 if self._config.fetch_prefix == "never" else max(held.values(), default=0)
         num_steps = min(demand.max_new_tokens - 1, self.rates.output_tokens)
-        return num_steps * self.rates.joined_step_s(member.peer, self._num_decoding(member), demand.num_sequences)
+        return _Work(demand, hits, held, size, usable, most, min(most, usable), num_steps)
 
-    def _num_decoding(self, member: Member) -> int:
-        # What runs on a prefill group is prefill, which counts as queue; only what was placed there to stay decodes.
-        reported = 0 if member.role == "prefill" else member.load.num_running
-        return max(reported, self.load.booked(member.peer).num_sequences)
+    def _whole(self, work: _Work, prices: list[Price], reason: str) -> _Option:
+        steps, n = work.num_steps, work.demand.num_sequences
+        firsts = self._firsts(work, prices)
+        costs = [first + steps * (p.step_s + n * p.join_s) for first, p in zip(firsts, prices, strict=True)]
+        i = self._least(costs, prices)
+        return _Option(costs[i], None, prices[i], reason)
 
-    def _cheapest(self, options: list[RoutingDecision]) -> RoutingDecision | None:
-        def key(option: RoutingDecision) -> tuple[float, int, int, str]:
-            where = option.prefill or option.decode
-            return (
-                round(option.total_s / COST_GRAIN_S),
-                self._picked.get(where, 0),
-                self._picked.get(option.decode, 0),
-                f"{where} {option.decode}",
-            )
+    def _apart(self, work: _Work, live: Roster) -> _Option | None:
+        """The best pair of two groups between which there is something to ship; `None` if there is none."""
+        num_blocks, hits = work.demand.num_tokens // work.size, work.hits
+        decoders, prefillers = live.homes, live.prefillers
+        if max(hits.values(), default=0) >= num_blocks:
+            decoders = [p for p in decoders if hits.get(p.peer, 0) < num_blocks]
+        if not decoders or not prefillers:
+            return None
+        firsts, seconds = self._firsts(work, prefillers), self._seconds(work, decoders)
+        i, j = self._least(firsts, prefillers), self._least(seconds, decoders)
+        if prefillers[i] is decoders[j]:  # one of the two goes elsewhere
+            options = list[tuple[float, int, int]]()
+            if len(prefillers) > 1:
+                other = self._least([*firsts[:i], math.inf, *firsts[i + 1 :]], prefillers)
+                options.append((firsts[other] + seconds[j], other, j))
+            if len(decoders) > 1:
+                other = self._least([*seconds[:j], math.inf, *seconds[j + 1 :]], decoders)
+                options.append((firsts[i] + seconds[other], i, other))
+            if not options:
+                return None
+            _, i, j = min(options)
+        return _Option(firsts[i] + seconds[j], prefillers[i], decoders[j], "cheaper to prefill apart")
 
-        return min(options, key=key, default=None)
+    def _receiver(
+        self, demand: Demand, source: Member, prices: list[Price], hits: Mapping[Peer, int], reason: str
+    ) -> RoutingDecision | None:
+        if not prices:
+            return None
+        first = self.prices.one(source)
+        work = self._work(demand, hits, {}, Roster([first]))
+        costs = self._seconds(work, prices)
+        i = self._least(costs, prices)
+        return self._decide(work, _Option(costs[i], first, prices[i], reason))
+
+    def _firsts(self, work: _Work, prices: list[Price]) -> list[float]:
+        """Seconds of queue, fetch, prefill and stall, on each."""
+        hits, size, usable, num_tokens = work.hits, work.size, work.usable, work.demand.num_tokens
+        most, left = work.most_fetched, num_tokens - work.most_fetched * size
+        least_gain_s = self._least_gain_s
+        costs = []
+        for price in prices:
+            num_hits = hits.get(price.peer, 0)
+            if num_hits > usable:
+                num_hits = usable
+            queue_s, token_s = price.queue_s, price.token_s
+            cost = queue_s + (num_tokens - num_hits * size) * token_s
+            if num_hits < most:  # fetch and queue go on at once
+                num = most - num_hits
+                fetch_s = TRANSFER_LATENCY_S + (num * price.block_s if price.is_plain else price.ferry_s(num))
+                fetched = (fetch_s if fetch_s > queue_s else queue_s) + left * token_s
+                if cost - fetched > least_gain_s:
+                    cost = fetched
+            costs.append(cost)
+        return costs
+
+    def _seconds(self, work: _Work, prices: list[Price]) -> list[float]:
+        """Seconds of transfer and decode, on each."""
+        hits, num_blocks = work.hits, work.demand.num_tokens // work.size
+        steps, n = work.num_steps, work.demand.num_sequences
+        costs = []
+        for p in prices:
+            num = num_blocks - hits.get(p.peer, 0)
+            ferry_s = num * p.block_s if p.is_plain else p.ferry_s(num)
+            costs.append(TRANSFER_LATENCY_S + ferry_s + steps * (p.step_s + n * p.join_s))
+        return costs
+
+    def _least(self, costs: list[float], prices: list[Price]) -> int:
+        """The place of the cheapest; among ties of who was chosen least recently."""
+        limit = min(costs) + COST_GRAIN_S
+        near = [i for i, cost in enumerate(costs) if cost <= limit]
+        return near[0] if len(near) == 1 else min(near, key=lambda i: self._turn(prices[i]))
+
+    def _turn(self, price: Price) -> tuple[int, str]:
+        return self._picked.get(price.peer, 0), price.name
+
+    def _fetch(self, work: _Work, first: Price) -> Fetch | None:
+        """What of the prefix `first` should get from a peer; `None`: it computes what it lacks."""
+        num_fetched = work.most_fetched - min(work.hits.get(first.peer, 0), work.usable)
+        if num_fetched <= 0:
+            return None
+        seconds = TRANSFER_LATENCY_S + first.ferry_s(num_fetched)
+        gain_s = num_fetched * work.size * first.token_s - max(0.0, seconds - first.queue_s)
+        if gain_s <= self._least_gain_s:
+            return None
+        patience_s = max(MIN_FETCH_PATIENCE_S, FETCH_PATIENCE * num_fetched * work.size * first.prefill_s)
+        source = max((peer for peer, n in work.held.items() if n == work.most_held), key=str)
+        return Fetch(source, work.most_fetched, seconds, patience_s)
+
+    def _decide(self, work: _Work, option: _Option) -> RoutingDecision:
+        demand, hits, first, decode = work.demand, work.hits, option.first, option.decode
+        fetch = self._fetch(work, first)
+        num_hits = fetch.num_blocks if fetch is not None else min(hits.get(first.peer, 0), work.usable)
+        num_tokens = demand.num_tokens - num_hits * work.size
+        missing = demand.num_tokens // work.size - hits.get(decode.peer, 0)
+        return RoutingDecision(
+            prefill=None if option.prefill is None else option.prefill.peer,
+            decode=decode.peer,
+            hits=hits,
+            fetch=fetch,
+            num_prefill_tokens=num_tokens,
+            num_decoding=demand.num_decoding,
+            num_blocks=self.num_blocks(demand, decode.member, hits),
+            queue_s=first.queue_s,
+            fetch_s=0.0 if fetch is None else max(0.0, fetch.seconds - first.queue_s),
+            prefill_s=num_tokens * first.prefill_s,
+            stall_s=num_tokens * first.stall_s,
+            transfer_s=0.0 if option.prefill is None else TRANSFER_LATENCY_S + decode.ferry_s(max(0, missing)),
+            decode_s=decode.decode_s(work.num_steps, demand.num_sequences),
+            reason=option.reason,
+        )
 
 
-def _ferried_bytes(info: GroupInfo, num_blocks: int) -> int:
-    """Of so many leading blocks that a group lacks: of windows only the last ones travel."""
-    num_bytes = (num_blocks if info.max_held is None else min(num_blocks, info.max_held)) * info.block_bytes
-    if info.beside is not None:
-        num_bytes += min(num_blocks, info.beside.max_held) * info.beside.block_bytes
-    return num_bytes
-
-
-def _usable(demand: Demand, member: Member) -> int:
-    """Blocks of a prefix that a group need not compute: the last token is always computed, for its logits."""
-    return max(0, demand.num_tokens - 1) // member.info.block_size
-
-
-def _beyond(queue_s: float, fetch: Fetch | None) -> float:
-    """Seconds that a fetch goes on after the queue is over."""
-    return 0.0 if fetch is None else max(0.0, fetch.seconds - queue_s)
-
-
-def _preferred(members: Sequence[Member], avoid: Iterable[Peer]) -> list[Member]:
-    avoided = set(avoid)
-    live = [m for m in members if m.routable]
-    return [m for m in live if m.peer not in avoided] or live
+def _preferred(roster: Roster, avoid: Collection[Peer]) -> Roster:
+    others = roster.without(avoid)
+    return others if others.prices else roster

@@ -79,13 +79,15 @@ class GroupRates:
     def link_bytes_per_s(self, peer: Peer) -> float:
         return _known(self._link, peer, self._prior[2])
 
-    def joined_step_s(self, peer: Peer, num_running: int, joining: int) -> float:
-        """A step of the batch after `joining` came, and what that adds to the step of each who was there."""
-        base, slope = self._line(peer)
-        return base + slope * (num_running + joining) + slope * joining * num_running
+    def knows(self, peer: Peer) -> bool:
+        """Whether all its rates are its own."""
+        return peer in self._prefill and peer in self._link and peer in self._step
 
-    def _line(self, peer: Peer) -> tuple[float, float]:
-        known = [self._step[peer]] if peer in self._step else list(self._step.values()) or [_StepTime()]
+    def step_line(self, peer: Peer) -> tuple[float, float]:
+        """Seconds of a decode step of nobody, and what each sequence adds to it."""
+        if own := self._step.get(peer):
+            return own.line(self._prior[1])
+        known = list(self._step.values()) or [_StepTime()]
         lines = [step.line(self._prior[1]) for step in known]
         return sum(base for base, _ in lines) / len(lines), sum(slope for _, slope in lines) / len(lines)
 
@@ -125,8 +127,9 @@ class Booking:
 
     def prefilled(self) -> None:
         """The prompt is computed. Idempotent."""
-        self._book.add(self.prefill, -self.num_tokens, 0, 0)
-        self.num_tokens = 0
+        if self.num_tokens:
+            self._book.add(self.prefill, -self.num_tokens, 0, 0)
+            self.num_tokens = 0
 
     def sequence_left(self) -> None:
         """One of the sequences ended, or goes on elsewhere."""
@@ -145,16 +148,21 @@ class Booking:
     def release(self) -> None:
         """Idempotent."""
         self.prefilled()
-        self._book.add(self.decode, 0, -self.num_sequences, -self.num_blocks)
-        self.num_sequences = self.num_blocks = 0
+        if self.num_sequences or self.num_blocks:
+            self._book.add(self.decode, 0, -self.num_sequences, -self.num_blocks)
+            self.num_sequences = self.num_blocks = 0
         self._book.bookings.discard(self)
 
 
 class LoadBook:
-    """All bookings that are not released, and their sums per group. `on_less()`: some group has less to do."""
+    """All bookings that are not released, and their sums per group.
+
+    `on_change(peer)`: what is booked there has changed. `on_less()`: some group has less to do.
+    """
 
     def __init__(self) -> None:
         self.bookings: set[Booking] = set()
+        self.on_change: Callable[[Peer], None] = _nothing
         self.on_less: Callable[[], None] = _nothing
         self._sums: dict[Peer, Booked] = {}
 
@@ -169,15 +177,16 @@ class LoadBook:
         """For `Booking` only."""
         old = self.booked(peer)
         total = Booked(old.num_tokens + num_tokens, old.num_sequences + num_sequences, old.num_blocks + num_blocks)
-        if total == Booked():
+        if total == NOTHING_BOOKED:
             self._sums.pop(peer, None)
         else:
             self._sums[peer] = total
+        self.on_change(peer)
         if num_sequences < 0:
             self.on_less()
 
     def booked(self, peer: Peer) -> Booked:
-        return self._sums.get(peer, _NOTHING_BOOKED)
+        return self._sums.get(peer, NOTHING_BOOKED)
 
     def check_invariants(self) -> None:
         """Recomputes the sums."""
@@ -190,8 +199,8 @@ class LoadBook:
         assert truth == self._sums, f"booked load differs: {self._sums}, should be {truth}"
 
 
-_NOTHING_BOOKED = Booked()
+NOTHING_BOOKED = Booked()
 
 
-def _nothing() -> None:
+def _nothing(*_: Peer) -> None:
     """Nobody listens."""

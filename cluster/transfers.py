@@ -168,7 +168,8 @@ class Transfers:
     def reported(self, peer: Peer, event: TransferEvent) -> Transfer | None:
         """A group's report. Returns the transfer of ours that is over, if it is news.
 
-        A source reports only that it cannot send what is missing: the destination must not wait for it.
+        A source reports only what it cannot send, all or a part of what is missing: the destination must not wait for
+        it.
         """
         transfer = self._open.get(event.transfer_id)
         if transfer is None and (late := self._ended.get(event.transfer_id)) is not None:
@@ -176,6 +177,11 @@ class Transfers:
                 return None
             return self._ended.pop(event.transfer_id)
         if transfer is None or transfer.attempt != event.attempt:
+            return None
+        if event.state is TransferState.ACTIVE:
+            destination = self._registry.get(transfer.destination)
+            if peer == transfer.source and destination is not None:
+                destination.port.shorten_transfer(transfer.transfer_id, transfer.attempt, event.lacking)
             return None
         if peer == transfer.source:
             self.end(transfer, event.reason)

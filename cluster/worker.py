@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
+from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.engine_driver import EngineLike
 from kvferry.cluster.engine_loop import EngineLoop
 from kvferry.cluster.group import FollowerChannel, LeaderChannel, exit_process
@@ -148,12 +149,11 @@ class Worker:
     def start(self, own: GroupAddress, leader: Loaded, pids: list[int]) -> Started | Failure:
         """On all ranks at the same time, once all are loaded."""
         try:
-            if self._spec.rank == 0:
-                return Started(target=self._lead(own, pids))
-            self._follow(own, leader)
+            target = self._lead(own, pids) if self._spec.rank == 0 else self._follow(own, leader)
         except KvferryError as error:
             return Failure(label=error.label, message=str(error))
-        return Started(target="")
+        settle_collector()
+        return Started(target=target)
 
     def wait_end(self) -> None:
         """Returns never; the call fails when the process dies."""
@@ -172,11 +172,12 @@ class Worker:
             )
         return self._rank
 
-    def _follow(self, own: GroupAddress, leader: Loaded) -> None:
+    def _follow(self, own: GroupAddress, leader: Loaded) -> str:
         spec, rank = self._spec, self._loaded()
         channel = FollowerChannel(leader.host, leader.group_port, spec.secret, spec.rank, spec.start_timeout_s)
         rank.attach(own, channel.report)
         threading.Thread(target=_run_follower, args=(rank, channel), name="follower-loop", daemon=True).start()
+        return ""
 
     def _lead(self, own: GroupAddress, pids: list[int]) -> str:
         """Returns the address of the stream."""

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.attention import PagedRows, Scoring, causal_attention
+from kvferry.kernels.formats import SlotFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,14 @@ class LatentHeads:
     """N."""
     scoring: Scoring
 
-    def decode(self, q_RHD: torch.Tensor, spans: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+    def decode(self, q_RHD: torch.Tensor, spans: torch.Tensor, rows: PagedRows, stored: SlotFormat) -> torch.Tensor:
         """Each row's one query over its whole context, its own token included. `[R, H, V]`.
 
         q_RHD: `[R, H, N + P]`, the last P rotated. Mutates `rows.gathered`.
         """
         q_RHW = self._absorbed(q_RHD)
-        latents = gather_latents(spans, rows.spans, rows.gathered, q_RHW.shape[-1]).view(
-            len(q_RHW), -1, q_RHW.shape[-1]
-        )
-        rows.gathered.view(-1, q_RHW.shape[-1]).index_fill_(0, rows.unfilled, 0.0)
+        latents = gather_latents(spans, rows.spans, rows.gathered, stored).index_fill_(0, rows.unfilled, 0.0)
+        latents = latents.view(len(q_RHW), -1, q_RHW.shape[-1])
         scores = torch.baddbmm(rows.mask, q_RHW, latents.transpose(1, 2), alpha=self.scoring.scale)
         return self._values(torch.bmm(torch.softmax(scores, dim=-1), latents[..., : self._rank]))
 
@@ -86,7 +85,9 @@ class LatentHeads:
         return torch.bmm(out_THL.transpose(0, 1), self.up[:, self.key_dim :].transpose(1, 2)).transpose(0, 1)
 
 
-def gather_latents(spans: torch.Tensor, index: torch.Tensor, gathered: torch.Tensor, width: int) -> torch.Tensor:
-    """Copies the context of one row or several together: `[S, W]`. Mutates `gathered`; the result lies in it."""
+def gather_latents(
+    spans: torch.Tensor, index: torch.Tensor, gathered: torch.Tensor, stored: SlotFormat
+) -> torch.Tensor:
+    """Copies the context of one row or several together: `[S, W]`. Mutates `gathered`, in which the result may lie."""
     torch.index_select(spans, 0, index, out=gathered)
-    return gathered.view(-1, width)
+    return stored.unpack(gathered.view(-1, stored.slot))

@@ -31,7 +31,7 @@ from kvferry.runtime.kv.hashing import hash_chain, salted_root
 from kvferry.runtime.kv.pools import Pools
 from kvferry.runtime.kv.table import TableKeeper
 from kvferry.runtime.meters import Meters
-from kvferry.runtime.reports import EngineAudit, EngineLoad, StepOutput
+from kvferry.runtime.reports import EngineAudit, EngineLoad, OnEvicted, StepOutput
 from kvferry.runtime.request import FinishReason, SequenceRequest, TokenEvent, check_length
 from kvferry.runtime.scheduler import Scheduler
 from kvferry.runtime.sequence import Sequence
@@ -92,7 +92,9 @@ class Engine:
             self._speculator,
         )
         self.inbound = Inbound(self.pools)
-        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message)
+        # A window's shorter prefix needs blocks further ahead, which are evicted sooner: all of it, or nothing.
+        whole = all(group.window is None for group in kv.groups)
+        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message, partial=whole)
         self.meters = Meters()
         self._execute = execute
         self._clock = clock
@@ -106,6 +108,8 @@ class Engine:
         self._handed_over: set[TransferId] = set()
         """Those of them that carry at least one sequence away."""
         self._num_submitted = 0
+        self._earliest_deadline_ns: int | None = None
+        """No sequence has an earlier one."""
         self._stuck_since_ns: int | None = None
         """Since when sequences have waited for blocks while none ran."""
         self._changed = False
@@ -135,6 +139,7 @@ class Engine:
         step_ns = int(self.config.scheduler.priority_step_s * 1e9)
         sequence = Sequence(request, root, hashes, self._num_submitted, step_ns)
         self.scheduler.add(sequence)
+        self._earliest_deadline_ns = _earliest(self._earliest_deadline_ns, request.deadline_ns)
         if request.transfer_id is not None:
             self._adopters.setdefault(request.transfer_id, set()).add(key)
         if (sends := request.sends_transfer_id) is not None:
@@ -214,6 +219,11 @@ class Engine:
         if transfer_id not in self._adopters:
             self.inbound.release(transfer_id, attempt)
 
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        """Its source will not send these blocks; at the destination. Unknown ids are ignored."""
+        self._changed = True
+        self.inbound.shorten(transfer_id, attempt, lacking)
+
     def renew(self, transfer_ids: list[TransferId], timeout_s: float, now_ns: int) -> None:
         self.inbound.renew(transfer_ids, timeout_s, now_ns)
         self.outbound.renew(transfer_ids, timeout_s, now_ns)
@@ -271,10 +281,14 @@ class Engine:
         deadlines = [self.inbound.next_deadline_ns(), self.outbound.next_deadline_ns()]
         deadlines += [s.request.deadline_ns for s in self.scheduler.sequences()]
         deadlines.append(None if self._stuck_since_ns is None else self._stuck_since_ns + RECLAIM_AFTER_NS)
-        return min((d for d in deadlines if d is not None), default=None)
+        return _earliest(*deadlines)
 
-    def step(self, now_ns: int) -> StepOutput:
-        """One forward pass (or none, when nothing can run). An exception from it means: this process must end."""
+    def step(self, now_ns: int, on_evicted: OnEvicted | None = None) -> StepOutput:
+        """One forward pass (or none, when nothing can run). An exception from it means: this process must end.
+
+        `on_evicted` is told what became visible and what vanished, if anything vanished, before a step with prefill:
+        that one may take long, and meanwhile nobody should count on the blocks. The output tells the rest.
+        """
         self._expire(now_ns)
         reclaimed = self._is_stuck_for_long(now_ns) and self._reclaim(now_ns)
         plan, self._plan = self._plan, StepPlan(step=self._plan.step + 1)
@@ -286,7 +300,9 @@ class Engine:
             self._stuck_since_ns = None
         elif self._stuck_since_ns is None:
             self._stuck_since_ns = now_ns
-        plan.rows = [p.row for p in batch.planned]
+        plan.rows = batch.rows
+        if on_evicted is not None and batch.num_prefill_tokens and self.pools.has_evicted():
+            on_evicted(*self.pools.take_events())
         begin = self._clock()
         result = self._execute(plan, batch.samples)
         end = self._clock()
@@ -294,7 +310,7 @@ class Engine:
         seconds = (end - begin) / 1e9
         if self._speculator is not None and batch.num_decodes:
             if not batch.num_prefill_tokens:
-                self._speculator.observe_step(batch.num_decodes, batch.num_drafted, seconds)
+                self._speculator.observe_step(batch.num_decodes, batch.num_drafted, batch.num_accepted, seconds)
             seconds += self._speculator.spent_s
         self.meters.step(batch, seconds)
         stored, removed = self.pools.take_events()
@@ -340,12 +356,17 @@ class Engine:
     def _expire(self, now_ns: int) -> None:
         self.inbound.expire(now_ns)
         self.outbound.expire(now_ns)
+        if self._earliest_deadline_ns is None or self._earliest_deadline_ns > now_ns:
+            return
+        self._earliest_deadline_ns = None
         for sequence in self.scheduler.sequences():
-            deadline = sequence.request.deadline_ns
-            if deadline is not None and deadline <= now_ns:
-                self._end(sequence)
-                error = DeadlineExceeded(f"request {sequence.key.request_id}: its deadline passed")
-                self._fail(sequence.key, sequence.num_output, error)
+            deadline_ns = sequence.request.deadline_ns
+            if deadline_ns is None or deadline_ns > now_ns:
+                self._earliest_deadline_ns = _earliest(self._earliest_deadline_ns, deadline_ns)
+                continue
+            self._end(sequence)
+            error = DeadlineExceeded(f"request {sequence.key.request_id}: its deadline passed")
+            self._fail(sequence.key, sequence.num_output, error)
 
     def _reclaim(self, now_ns: int) -> bool:
         """Transfers hold the pool, and nothing has been able to run for a while: the last one lets go.
@@ -371,8 +392,7 @@ class Engine:
 
     # ------------------------------------------------------------- views
     def _waiting_tokens(self) -> int:
-        queue = [*self.scheduler.waiting, *(s for s in self.scheduler.running if s.num_uncomputed > 1)]
-        return sum(s.num_uncomputed for s in queue)
+        return self.scheduler.num_waiting_tokens + sum(n for s in self.scheduler.running if (n := s.num_uncomputed) > 1)
 
     def load(self) -> EngineLoad:
         scheduler, meters = self.scheduler, self.meters
@@ -423,3 +443,7 @@ class Engine:
     def cached_hashes(self) -> list[BlockHash]:
         """Of the main block group: what `step` tells of."""
         return self.pool.hashes()
+
+
+def _earliest(*deadlines_ns: int | None) -> int | None:
+    return min((d for d in deadlines_ns if d is not None), default=None)

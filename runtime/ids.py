@@ -28,7 +28,7 @@ class SequenceKey(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
 
 
-class Peer(msgspec.Struct, frozen=True, array_like=True):
+class Peer(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     """One incarnation of a group."""
 
     group: GroupId

@@ -18,11 +18,11 @@ from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
-from kvferry.runtime.model.fit import check_quantization, resolve_dtype, resolve_kv, resolve_max_context
+from kvferry.runtime.model.fit import check_draft, check_quantization, resolve_dtype, resolve_kv, resolve_max_context
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import ParallelKind, make_parallel
 from kvferry.runtime.model.runner import Runner
-from kvferry.runtime.speculation.draft import check_draft, load_draft
+from kvferry.runtime.speculation.draft import load_draft
 from kvferry.runtime.speculation.speculator import Proposer
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.factory import make_transport
@@ -75,6 +75,8 @@ class Rank:
         check_quantization(config, self.spec, device.type)
         if config.quantization != "none" and library() is None:
             raise InvalidArgument("quantization", config.quantization, "needs the CPU kernels", REMEDY)
+        self._secret = secret.encode()
+        self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)
         self._cores = None
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -94,8 +96,6 @@ class Rank:
             block_size = config.cache.block_size
             self.proposer = load_draft(speculation.draft_model, self.dtype, block_size, self.kv.num_blocks, device)
         self._runner = Runner(decoder, self.storage, self._parallel)
-        self._secret = secret.encode()
-        self._transport = None if host is None else make_transport(config.transfer.transport, host, self._secret)
         self._links: Links | None = None
 
     @property

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from kvferry.runtime.ids import BlockHash, SequenceKey, TransferId
 from kvferry.runtime.request import TokenEvent
 from kvferry.runtime.transfer.ticket import TransferEvent
+
+OnEvicted = Callable[[list[BlockHash], list[BlockHash]], None]
+"""Told of blocks that became visible, and of others that vanished."""
 
 
 class StepOutput(msgspec.Struct):

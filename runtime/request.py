@@ -84,6 +84,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.logprobs is not None:
             _number("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's chance depends on how often it was there before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the largest logit decides, and nobody asks how large it is."""
+        return self.temperature == 0.0 and self.logprobs is None and not self.logit_bias and not self.penalises
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises `InvalidArgument` for a token id outside `[0, vocab_size)`."""
         check_token_ids("logit_bias", list(self.logit_bias), vocab_size)
@@ -176,7 +186,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """How often a sequence may begin anew elsewhere; `None`: as often as the coordinator allows, which is the most."""
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One position's log-probabilities (natural log of the softmax before temperature, penalties and bias)."""
 
     token_id: int
@@ -185,7 +195,7 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """Most likely first."""
 
 
-class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One token of one sequence, or its end without a token (`token_id=None`)."""
 
     key: SequenceKey

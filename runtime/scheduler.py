@@ -19,7 +19,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 
 import msgspec
 
@@ -37,18 +36,18 @@ MAX_BLOCKED = 8
 """Sequences without room that one plan looks past: it must not search a long queue in vain at each step."""
 
 
-class PlannedRow(msgspec.Struct):
-    sequence: Sequence
-    row: Row
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
 
 
 class Batch(msgspec.Struct):
-    """One step's rows, with whom they belong to."""
+    """One step's rows, and to whom each belongs."""
 
-    planned: list[PlannedRow]
-    samples: list[SampleInput]
-    num_prefill_tokens: int
-    num_decodes: int
+    rows: list[Row] = []
+    sequences: list[Sequence] = []
+    samples: list[SampleInput] = []
+    num_prefill_tokens: int = 0
+    num_decodes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     """Of the drafted tokens; known when the step is committed."""
@@ -84,6 +83,8 @@ class Scheduler:
         self.blocked: list[Sequence] = []
         """Of those that wait: the first ones that the last plan had no blocks for."""
         self.running: list[Sequence] = []
+        self.num_waiting_tokens = 0
+        """Of `waiting`: all of theirs, as they have computed none."""
         self._by_name: dict[tuple[RequestId, int], Sequence] = {}
         self.num_preemptions = 0
         self.is_stuck = False
@@ -92,7 +93,15 @@ class Scheduler:
     # ------------------------------------------------------------- coming and going
     def add(self, sequence: Sequence) -> None:
         self._by_name[sequence.key.request_id, sequence.key.index] = sequence
-        insort(self.waiting, sequence, key=lambda s: s.order)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_order)
+        self.num_waiting_tokens += len(sequence.tokens)
+
+    def _wait_no_more(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.num_waiting_tokens -= len(sequence.tokens)
 
     def get(self, key: SequenceKey) -> Sequence | None:
         sequence = self.latest(key)
@@ -105,7 +114,10 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence at a step border and gives its blocks back."""
         del self._by_name[sequence.key.request_id, sequence.key.index]
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        if sequence.tables:
+            self.running.remove(sequence)
+        else:
+            self._wait_no_more(sequence)
         if sequence in self.blocked:
             self.blocked.remove(sequence)
         if self._speculator is not None:
@@ -118,22 +130,28 @@ class Scheduler:
     # ------------------------------------------------------------- planning
     def plan(self, now_ns: int) -> Batch:
         """Rows for the next step. Leases blocks; may preempt and admit."""
-        batch = Batch([], [], 0, 0)
+        batch = Batch()
         budget = self._config.max_batch_tokens
-        for sequence in sorted(self.running, key=lambda s: (s.num_uncomputed > 1, s.order)):
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (prefills if len(sequence.tokens) - sequence.num_computed > 1 else decodes).append(sequence)
+        for sequence in decodes + prefills:
             if budget == 0:
                 break
-            if sequence not in self.running:  # preempted by one before it
+            if not sequence.tables:  # preempted by one before it
                 continue
             if count := self._grow(batch, sequence, min(sequence.num_uncomputed, budget), now_ns):
                 self._add_row(batch, sequence, count, now_ns)
                 budget -= count
         blocked = self._admit(batch, budget, now_ns)
         if self._speculator is not None and batch.num_decodes:
-            self._speculate(batch, self._config.max_batch_tokens - sum(len(p.row.token_ids) for p in batch.planned))
-        batch.samples = [
-            p.sequence.sample_input(p.row.draft[:i]) for p in batch.planned for i in range(p.row.num_samples)
-        ]
+            self._speculate(batch, self._config.max_batch_tokens - sum(len(row.token_ids) for row in batch.rows))
+        for sequence, row in zip(batch.sequences, batch.rows, strict=True):
+            if row.num_samples == 1:
+                batch.samples.append(sequence.sample_input([]))
+            else:
+                batch.samples += [sequence.sample_input(row.draft[:i]) for i in range(row.num_samples)]
         self.is_stuck = blocked and not self.running
         return batch
 
@@ -159,8 +177,8 @@ class Scheduler:
             if not self._open_tables(sequence, hits):
                 blocked.append(sequence)
                 continue
-            self.waiting.remove(sequence)
-            insort(self.running, sequence, key=lambda s: s.order)
+            self._wait_no_more(sequence)
+            insort(self.running, sequence, key=_order)
             self._on_admitted(sequence)
             sequence.num_passed = 0
             if sequence.preempted_ns is not None:
@@ -243,7 +261,7 @@ class Scheduler:
         has none yet; behind a window prefill grows too, and waits for its turn if only such are left.
         """
         while not (covered := self._cover(sequence, count)):
-            planned = {id(row.sequence) for row in batch.planned}
+            planned = {id(other) for other in batch.sequences}
             victim = next(s for s in reversed(self.running) if id(s) not in planned)
             if victim is sequence and planned and sequence.num_uncomputed > 1:
                 return 0
@@ -254,9 +272,10 @@ class Scheduler:
 
     def _add_row(self, batch: Batch, sequence: Sequence, count: int, now_ns: int) -> None:
         start, end = sequence.num_computed, sequence.num_computed + count
-        row = Row(sequence.tokens[start:end], start, [], int(end == len(sequence.tokens)))
-        self._give_tables(row, sequence)
-        batch.planned.append(PlannedRow(sequence, row))
+        row = Row(sequence.tokens[start:end], start, (), int(end == len(sequence.tokens)))
+        self._give_tables(row, sequence, end)
+        batch.rows.append(row)
+        batch.sequences.append(sequence)
         if sequence.begin_ns is None:
             sequence.begin_ns = now_ns
         if count == 1 and sequence.num_output:
@@ -264,8 +283,8 @@ class Scheduler:
         else:
             batch.num_prefill_tokens += count
 
-    def _give_tables(self, row: Row, sequence: Sequence) -> None:
-        num_blocks = -(-(row.start + len(row.token_ids)) // self._size)
+    def _give_tables(self, row: Row, sequence: Sequence, end: int) -> None:
+        num_blocks = -(-end // self._size)
         row.block_ids = sequence.tables[0].block_ids[:num_blocks]
         if len(sequence.tables) > 1:
             row.window_block_ids = sequence.tables[1].block_ids[:num_blocks]
@@ -273,24 +292,24 @@ class Scheduler:
     def _speculate(self, batch: Batch, budget: int) -> None:
         """Lengthens decodes by drafts. Takes only what nobody else wants in this step."""
         assert self._speculator is not None
-        decodes = [p for p in batch.planned if len(p.row.token_ids) == p.row.num_samples == 1]
-        drafts = self._speculator.drafts([p.sequence for p in decodes], budget)
-        for planned, draft in zip(decodes, drafts, strict=True):
+        planned = zip(batch.sequences, batch.rows, strict=True)
+        decodes = [(sequence, row) for sequence, row in planned if len(row.token_ids) == row.num_samples == 1]
+        drafts = self._speculator.drafts([sequence for sequence, _ in decodes], budget)
+        for (sequence, row), draft in zip(decodes, drafts, strict=True):
             if not draft:
                 continue
-            row, sequence = planned.row, planned.sequence
             del draft[self._cover(sequence, 1 + len(draft)) - 1 :]
             self._shorten(sequence, len(sequence.tokens) + len(draft))  # not all block groups had room for as many
             row.token_ids += draft
             row.num_samples += len(draft)
-            self._give_tables(row, sequence)
+            self._give_tables(row, sequence, row.start + len(row.token_ids))
             batch.num_drafted += len(draft)
 
     def _preempt(self, sequence: Sequence, now_ns: int) -> None:
         sequence.preempted_ns = now_ns
         self.running.remove(sequence)
         self._release(sequence)
-        insort(self.waiting, sequence, key=lambda s: s.order)
+        self._wait(sequence)
         self.num_preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
@@ -307,18 +326,22 @@ class Scheduler:
         """
         if len(sampled) != len(batch.samples):
             raise InvariantBroken(f"{len(batch.samples)} rows to sample, {len(sampled)} tokens came back")
-        tokens = iter(sampled)
+        done = 0
         drawn: list[tuple[Sequence, list[SampledToken]]] = []
-        for planned in batch.planned:
-            sequence, row = planned.sequence, planned.row
-            new = accept(row.draft, list(islice(tokens, row.num_samples)))
+        for sequence, row in zip(batch.sequences, batch.rows, strict=True):
+            new = sampled[done : done + row.num_samples]
+            done += row.num_samples
+            if row.num_samples > 1:
+                new = accept(row.draft, new)
             sequence.num_computed = row.start + len(row.token_ids) - (row.num_samples - len(new))
-            sequence.tokens += [token.token_id for token in new]
-            self._computed(sequence)
+            for token in new:
+                sequence.tokens.append(token.token_id)
+            if sequence.num_computed // self._size > sequence.tables[0].num_sealed:
+                self._seal(sequence)
             if new:
                 drawn.append((sequence, new))
-            if row.draft:
-                self._judge(batch, sequence, len(row.draft), len(new) - 1)
+            if row.num_samples > 1:
+                self._judge(batch, sequence, row.num_samples - 1, len(new) - 1)
         return drawn
 
     def _judge(self, batch: Batch, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
@@ -333,12 +356,10 @@ class Scheduler:
         for keeper, table in zip(self._keepers, sequence.tables, strict=True):
             keeper.shorten(table, num_tokens)
 
-    def _computed(self, sequence: Sequence) -> None:
+    def _seal(self, sequence: Sequence) -> None:
+        """Blocks that have become full."""
         size, hashes = self._size, sequence.hashes
-        num_full = sequence.num_computed // size
-        if num_full == sequence.tables[0].num_sealed:
-            return
-        for i in range(len(hashes), num_full):  # filled by decode
+        for i in range(len(hashes), sequence.num_computed // size):  # filled by decode
             parent = hashes[i - 1] if i else None
             hashes.append(hash_block(sequence.root, parent, sequence.tokens[i * size : (i + 1) * size]))
         for keeper, table in zip(self._keepers, sequence.tables, strict=True):
@@ -353,6 +374,8 @@ class Scheduler:
             "a sequence is in no list or in two": sorted(s.order for s in self._by_name.values())
             == sorted(s.order for s in [*self.waiting, *self.running]),
             "a waiting sequence holds blocks": not any(s.tables for s in self.waiting),
+            "a running sequence has no tables": all(s.tables for s in self.running),
+            "waiting tokens are miscounted": self.num_waiting_tokens == sum(s.num_uncomputed for s in self.waiting),
             "too many run": len(self.running) <= self._config.max_sequences,
         }
         for sequence in self.running:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence as SequenceOf
+
 from kvferry.runtime.ids import BlockHash, BlockId, SequenceKey
 from kvferry.runtime.request import FinishReason, SequenceRequest, rank_ns
-from kvferry.runtime.step import SampleInput
+from kvferry.runtime.step import SampleInput, make_table
 
 
 class BlockTable:
@@ -13,7 +16,7 @@ class BlockTable:
     __slots__ = ("block_ids", "num_announced", "num_dropped", "num_sealed")
 
     def __init__(self) -> None:
-        self.block_ids: list[BlockId] = []
+        self.block_ids = make_table()
         self.num_dropped = 0
         """Leading entries that are `NO_BLOCK`."""
         self.num_sealed = 0
@@ -25,7 +28,7 @@ class BlockTable:
     def num_held(self) -> int:
         return len(self.block_ids) - self.num_dropped
 
-    def held(self) -> list[BlockId]:
+    def held(self) -> SequenceOf[BlockId]:
         return self.block_ids[self.num_dropped :]
 
 
@@ -33,6 +36,11 @@ class Sequence:
     """Mutable; owned by the scheduler. `tokens` = prompt + output; KV exists for the first `num_computed`."""
 
     __slots__ = (
+        "_handoff_length",
+        "_max_length",
+        "_min_tokens",
+        "_penalises",
+        "_plain",
         "begin_ns",
         "hashes",
         "key",
@@ -78,6 +86,10 @@ class Sequence:
         self.reported = False
         """Whether an event has told of `num_cached` and `begin_ns`."""
         params = request.sampling
+        self._penalises, self._plain, self._min_tokens = params.penalises, params.plain, params.min_tokens
+        self._max_length = self.num_prompt + params.max_tokens
+        handoff = request.handoff_after
+        self._handoff_length = sys.maxsize if handoff is None else self.num_prompt + handoff
         self.stops = frozenset([*([] if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids])
 
     @property
@@ -97,29 +109,21 @@ class Sequence:
 
     def banned(self, position: int) -> list[int]:
         """Tokens that may not be drawn there: ends of sequence, until `min_tokens` are there."""
-        return sorted(self.stops) if position < self.request.sampling.min_tokens else []
+        return sorted(self.stops) if position < self._min_tokens else []
 
     def sample_input(self, draft: list[int]) -> SampleInput:
         """For the token behind all that it has and `draft`, as if the draft had been drawn."""
-        output = self.tokens[self.num_prompt :]
-        output += draft
-        return SampleInput(
-            key=self.key,
-            params=self.request.sampling,
-            position=len(output),
-            prompt_token_ids=self.request.prompt_token_ids,
-            output_token_ids=output,
-            banned_token_ids=self.banned(len(output)),
-        )
+        request, position = self.request, len(self.tokens) - self.num_prompt + len(draft)
+        output = self.tokens[self.num_prompt :] + draft if self._penalises else []
+        banned = self.banned(position)
+        plain = self._plain and not banned
+        return SampleInput(self.key, request.sampling, position, request.prompt_token_ids, output, banned, plain)
 
     def finish_reason(self, max_context: int) -> FinishReason | None:
         """Judges the sequence after its last token was appended."""
-        params = self.request.sampling
+        length = len(self.tokens)
         if self.tokens[-1] in self.stops:
             return FinishReason.STOP
-        if self.num_output >= params.max_tokens or len(self.tokens) >= max_context:
+        if length >= self._max_length or length >= max_context:
             return FinishReason.LENGTH
-        handoff = self.request.handoff_after
-        if handoff is not None and self.num_output >= handoff:
-            return FinishReason.HANDOFF
-        return None
+        return FinishReason.HANDOFF if length >= self._handoff_length else None

@@ -7,14 +7,30 @@ thread that executes plans; so a block that the leader has taken back is never w
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, MutableSequence, Sequence
+from typing import TYPE_CHECKING, cast
+
 import msgspec
 
 from kvferry.runtime.ids import BlockHash, BlockId, Peer, SequenceKey, TransferId
 from kvferry.runtime.request import Logprob, SamplingParams
 from kvferry.runtime.transfer.ticket import GroupAddress
 
+if TYPE_CHECKING:
+    Table = Sequence[BlockId]
+else:
+    Table = array
+"""A block table: what `make_table` makes, where speed matters. Then a batch and a message take it as one piece of
+memory, not number by number."""
 
-class Row(msgspec.Struct, array_like=True):
+
+def make_table(block_ids: Iterable[BlockId] = ()) -> MutableSequence[BlockId]:
+    """An `array` of int64."""
+    return cast("MutableSequence[BlockId]", array("q", block_ids))
+
+
+class Row(msgspec.Struct, array_like=True, gc=False):
     """A span of one sequence: a prefill chunk (many tokens) or a decode (one, and drafted tokens behind it).
 
     Tokens `token_ids` stand at positions `start, start + 1, …`; `block_ids` is the block table that covers positions
@@ -25,10 +41,10 @@ class Row(msgspec.Struct, array_like=True):
 
     token_ids: list[int]
     start: int
-    block_ids: list[BlockId]
+    block_ids: Table
     num_samples: int
     """Of how many of the last tokens the logits are wanted: none inside a prompt; each drafted token adds one."""
-    window_block_ids: list[BlockId] = []
+    window_block_ids: Table = make_table()
     """The table of layers with a window, in models that also have layers without one."""
 
     @property
@@ -37,7 +53,7 @@ class Row(msgspec.Struct, array_like=True):
         return self.token_ids[len(self.token_ids) - self.num_samples + 1 :] if self.num_samples > 1 else []
 
 
-class SampleInput(msgspec.Struct):
+class SampleInput(msgspec.Struct, gc=False):
     """What the sampler needs for one wanted row of logits. Stays on rank 0."""
 
     key: SequenceKey
@@ -46,8 +62,11 @@ class SampleInput(msgspec.Struct):
     """Index of the token to draw among the sequence's output tokens; with seed and index, the draw's counter."""
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    """Only where a penalty needs them; else empty."""
     banned_token_ids: list[int]
     """Ends of sequence that may not be drawn yet (`min_tokens`)."""
+    plain: bool = False
+    """The largest logit will do, and no more is asked for: nothing above is looked at."""
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +129,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         return sum(len(row.token_ids) for row in self.rows)
 
 
-class SampledToken(msgspec.Struct):
+class SampledToken(msgspec.Struct, gc=False):
     token_id: int
     logprob: Logprob | None = None
 

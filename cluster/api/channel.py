@@ -22,6 +22,7 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.use_local_subchannel_pool", 1),  # else a client made after a break may get the broken connection again
 ]
 Caller = Callable[..., Any]
 

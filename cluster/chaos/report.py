@@ -213,14 +213,24 @@ def lines(report: Report) -> list[str]:
             f"left out: {report.num_unsteady} of {report.run.num_cases} questions, whose answers are not steady even "
             "without faults (rounding decides between two tokens)"
         )
-    if (report.changes or report.baseline_changes) and report.run.dtype != "float32":
-        said.append(
-            f"the deployment computes in {report.run.dtype}: other batches round differently there, and answers may "
-            "part without anybody's fault; compare with a deployment of --dtype float32"
-        )
+    if report.changes or report.baseline_changes:
+        said.append(_rounding(report.run.dtype))
     said += _some("left behind", report.run.left_behind)
     said += _some("audit", report.run.findings)
     return said
+
+
+def _rounding(dtype: str) -> str:
+    steady = "compare with a deployment of --quantization int8, or of --dtype float32 --kv-dtype auto"
+    if dtype == "float32":
+        return (
+            "if the deployment stores KV as int8, int4 or fp8, other batches may store the next step of a number, and "
+            f"answers may part without anybody's fault; {steady}"
+        )
+    return (
+        f"if the deployment computes in {dtype} with unquantised weights, other batches round differently there, and "
+        f"answers may part without anybody's fault; {steady}"
+    )
 
 
 def _some(title: str, items: Sequence[str]) -> list[str]:

@@ -118,7 +118,7 @@ class SimGroup:
         self.links = Links(self, find, noise, transfer_timeout_s, trace, random.Random(f"{seed}/links {peer}"))
         self.hub = Hub(self._info(address, scheduler), SECRET)
         self.hub.bind(self)
-        self._driver = EngineDriver(self.engine, self._reply, self.clock_ns)
+        self._driver = EngineDriver(self.engine, self._reply, self.hub.output, self.clock_ns)
         self._heartbeat = self._loop.create_task(self.hub.heartbeat(), name=f"heartbeat {peer}")
         self.process.on_end(self._end)
         network.listen(self.target, self.process, self.hub)
@@ -225,6 +225,8 @@ class SimGroup:
                     self._trace.fault("lease lapsed", self._peer, transfer.transfer_id)
                 elif transfer.state is TransferState.FAILED:
                     self._trace.fault("transfer failed", self._peer, transfer.transfer_id, transfer.reason)
+                elif transfer.state is TransferState.ACTIVE:
+                    self._trace.fault("transfer shortened", self._peer, transfer.transfer_id, len(transfer.lacking))
             sends, self._sends = self._sends, []
             for plan in sends:
                 self.links.finish(plan)
@@ -249,9 +251,9 @@ class SimGroup:
         return StepResult(sampled)
 
     def _commit(self, batch: Batch, sampled: list[SampledToken]) -> list[tuple[Sequence, list[SampledToken]]]:
-        for planned in batch.planned:
-            name, start = planned.sequence.key.request_id, planned.row.start
-            self.computed_from[name] = min(start, self.computed_from.get(name, start))
+        for sequence, row in zip(batch.sequences, batch.rows, strict=True):
+            name = sequence.key.request_id
+            self.computed_from[name] = min(row.start, self.computed_from.get(name, row.start))
         return Scheduler.commit(self.engine.scheduler, batch, sampled)
 
     def _poison_free(self) -> None:

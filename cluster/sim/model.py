@@ -18,6 +18,7 @@ from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.request import Logprob, Request
 from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.acceptance import Draft
 from kvferry.runtime.step import Row, SampledToken, SampleInput
 
 VOCAB = 240
@@ -111,8 +112,8 @@ class Guesses:
     def __init__(self, kv: KVGroups) -> None:
         self._windows = [group.window for group in kv.groups]
 
-    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
-        return [self._guess(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Draft]:
+        return [Draft(self._guess(sequence, count)) for sequence, count in zip(sequences, counts, strict=True)]
 
     def _guess(self, sequence: Sequence, count: int) -> list[int]:
         context, sampling = Context(self._windows, []), sequence.request.sampling
@@ -163,7 +164,7 @@ class Blocks:
             seen.append(self._contents(table[first:], length - first * BLOCK_SIZE))
         return Context(self._windows, seen)
 
-    def _contents(self, block_ids: list[BlockId], length: int) -> bytes:
+    def _contents(self, block_ids: SequenceOf[BlockId], length: int) -> bytes:
         block_ids = block_ids[: -(-length // BLOCK_SIZE)]
         if NO_BLOCK in block_ids:
             raise ForeignRead(f"blocks {block_ids}: one was let go that is still seen")
@@ -198,5 +199,5 @@ class Blocks:
                 head[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] = _POISONED
 
 
-def _tables(row: Row) -> tuple[list[BlockId], list[BlockId]]:
+def _tables(row: Row) -> tuple[SequenceOf[BlockId], SequenceOf[BlockId]]:
     return row.block_ids, row.window_block_ids

@@ -31,6 +31,7 @@ import report
 import transformers_side
 from kvferry_side import Server
 from rich.console import Console
+from streams import Answer
 
 from kvferry.runtime.model.files import resolve_model
 from kvferry.runtime.text.tokenizer import load_tokenizer
@@ -150,7 +151,7 @@ class Bench:
         return {
             "first_s": answers[1].ttft_s,
             "second_s": answers[2].ttft_s,
-            "cached_tokens": float(answers[2].usage.num_cached_tokens),
+            "cached_tokens": float(answers[2].num_cached_tokens),
         }
 
     def _environment(self) -> dict[str, Any]:
@@ -174,9 +175,7 @@ class Bench:
         self.console.print(f"[dim]{what} …[/]", highlight=False)
 
 
-def compare(
-    answers: Sequence[kvferry_side.Answer], mixed: Sequence[kvferry_side.Answer], expected: Sequence[list[int]]
-) -> dict[str, Any]:
+def compare(answers: Sequence[Answer], mixed: Sequence[Answer], expected: Sequence[list[int]]) -> dict[str, Any]:
     """Greedy answers of the disaggregated server, of a mixed group, and of transformers."""
     same = [common_length(a.token_ids, e) for a, e in zip(answers, expected, strict=True)]
     return {
@@ -185,7 +184,7 @@ def compare(
         "equal_transformers": sum(length == COMPARED_TOKENS for length in same),
         "token_share": sum(same) / (COMPARED_TOKENS * len(same)),
         "equal_mixed": sum(a.token_ids == m.token_ids for a, m in zip(answers, mixed, strict=True)),
-        "num_ferried": sum(a.usage.ferried_bytes > 0 for a in answers),
+        "num_ferried": sum(a.ferried_bytes > 0 for a in answers),
     }
 
 

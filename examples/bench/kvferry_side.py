@@ -5,7 +5,6 @@ The client runs in the caller's process; what it costs is reported as `client_cp
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -16,17 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import machine
 from loads import NEW_TOKENS, SHARED_TOKENS
 from machine import CpuWatch
-from stats import percentile, token_gaps
+from streams import Answer, closed_loop, figures
 
 import kvferry
 from kvferry.cluster.service import Completed, Delta
-from kvferry.runtime.request import Usage
 
 START_TIMEOUT_S, STOP_TIMEOUT_S, REQUEST_TIMEOUT_S = 120.0, 30.0, 300.0
 BLOCK_TOKENS = 16
@@ -87,50 +85,19 @@ def serving(model: str, options: Sequence[str]) -> Iterator[Server]:
         server.stop()
 
 
-@dataclass
-class Answer:
-    """One request. Instants are `time.perf_counter` seconds."""
-
-    sent: float
-    usage: Usage
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """Instant and number of tokens of each delta that brought tokens."""
-    token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def ttft_s(self) -> float:
-        return self.arrivals[0][0] - self.sent
-
-
 async def ask(client: kvferry.AsyncClient, prompt: list[int], max_tokens: int = NEW_TOKENS) -> Answer:
     """Greedy, regardless of end-of-sequence tokens."""
-    answer = Answer(time.perf_counter(), Usage(len(prompt), 0, 0))
+    answer = Answer(time.perf_counter())
     events = client.stream(
         token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=REQUEST_TIMEOUT_S
     )
     async for event in events:
-        if isinstance(event, Delta) and event.token_ids:
-            answer.arrivals.append((time.perf_counter(), len(event.token_ids)))
-            answer.token_ids += event.token_ids
+        if isinstance(event, Delta):
+            answer.take(event.token_ids)
         elif isinstance(event, Completed):
-            answer.usage = event.usage
-    if len(answer.token_ids) != max_tokens:
-        raise RuntimeError(f"{len(answer.token_ids)} tokens came back, {max_tokens} were asked for")
-    return answer
-
-
-async def closed_loop(client: kvferry.AsyncClient, prompts: Sequence[list[int]], concurrency: int) -> list[Answer]:
-    """`concurrency` clients, each of which sends its next request when its last one is answered."""
-    left = iter(prompts)
-    answers: list[Answer] = []
-
-    async def one_client() -> None:
-        answers.extend([await ask(client, prompt) for prompt in left])
-
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(concurrency):
-            clients.create_task(one_client())
-    return answers
+            answer.num_cached_tokens = event.usage.num_cached_tokens
+            answer.ferried_bytes = event.usage.ferried_bytes
+    return answer.complete(max_tokens)
 
 
 async def run_load(server: Server, prompts: Sequence[list[int]], concurrency: int) -> dict[str, float]:
@@ -143,27 +110,19 @@ async def run_load(server: Server, prompts: Sequence[list[int]], concurrency: in
     async with kvferry.AsyncClient(server.target) as client:
         watch.begin()
         begin = time.perf_counter()
-        answers = await closed_loop(client, prompts, concurrency)
+        answers = await closed_loop(partial(ask, client), prompts, concurrency, NEW_TOKENS)
         cpu = watch.end()
-    end = max(answer.arrivals[-1][0] for answer in answers)
-    ttft = [answer.ttft_s for answer in answers]
-    gaps = [gap for answer in answers for gap in token_gaps(answer.arrivals)]
-    usages = [answer.usage for answer in answers]
+    found = figures(answers, begin)
     return {
-        "ttft_p50_s": percentile(ttft, 50),
-        "ttft_p99_s": percentile(ttft, 99),
-        "itl_p50_s": percentile(gaps, 50),
-        "itl_p99_s": percentile(gaps, 99),
-        "tokens_per_s": sum(len(answer.token_ids) for answer in answers) / (end - begin),
-        "seconds": end - begin,
-        "hit_rate": sum(u.num_cached_tokens for u in usages) / sum(u.num_prompt_tokens for u in usages),
-        "num_shared_hits": float(sum(u.num_cached_tokens >= SHARED_HIT for u in usages)),
+        **found,
+        "hit_rate": sum(a.num_cached_tokens for a in answers) / sum(map(len, prompts)),
+        "num_shared_hits": float(sum(a.num_cached_tokens >= SHARED_HIT for a in answers)),
         "num_requests": float(len(answers)),
-        "num_ferried_requests": float(sum(u.ferried_bytes > 0 for u in usages)),
-        "ferried_bytes": float(sum(u.ferried_bytes for u in usages)),
+        "num_ferried_requests": float(sum(a.ferried_bytes > 0 for a in answers)),
+        "ferried_bytes": float(sum(a.ferried_bytes for a in answers)),
         "server_cpu_s": cpu.watched_s,
         "client_cpu_s": cpu.own_s,
-        "other_cores": cpu.other_s / (end - begin),
+        "other_cores": cpu.other_s / found["seconds"],
     }
 
 

@@ -238,10 +238,26 @@ def markdown(results: Mapping[str, Any]) -> str:
         "",
         *environment_lines(results["environment"]),
     ]
-    for section in sections(results):
-        lines += ["", f"## {section.title}", ""]
-        lines += [section.note, ""] if section.note else []
-        lines.append("| " + " | ".join(section.columns) + " |")
-        lines.append("| --- " + "| ---: " * (len(section.columns) - 1) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in section.rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(f"\n{section_markdown(section)}" for section in sections(results))]) + "\n"
+
+
+def section_markdown(section: Section) -> str:
+    lines = [f"## {section.title}", ""]
+    lines += [section.note, ""] if section.note else []
+    lines.append("| " + " | ".join(section.columns) + " |")
+    lines.append("| --- " + "| ---: " * (len(section.columns) - 1) + "|")
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in section.rows)])
+
+
+def with_sections(text: str, sections: Sequence[Section]) -> str:
+    """Markdown in which these sections stand in place of those with the same titles, or at the end."""
+    for section in sections:
+        parts = text.split("\n## ")
+        written = section_markdown(section).removeprefix("## ") + "\n"
+        places = [i for i, part in enumerate(parts) if i and part.split("\n", 1)[0] == section.title]
+        if places:
+            parts[places[0]] = written
+        else:
+            parts.append(written)
+        text = "\n## ".join(parts)
+    return text

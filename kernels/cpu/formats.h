@@ -1,11 +1,10 @@
-// How a key or a value lies in a slot of the cache: the twin of formats.py, which says it in words.
+// How a key or a value lies in a slot of the cache: the twin of formats.py, which says it in words. int4: see int4.h.
 #pragma once
 #include "vec.h"
 
 namespace {
 
 enum Format { kFloat32, kBfloat16, kInt8, kInt4, kFp8 };
-enum { kRun = 16 };  // consecutive numbers that share scale and zero in int4; a multiple of W
 
 template <class T>
 struct Native;
@@ -47,17 +46,6 @@ INLINE void unpack_slot(int64_t format, const uint8_t* slot, T* out, int64_t dim
         store1(out + i, __builtin_convertvector(__builtin_convertvector(load<vc>(slot + i), vi), vf) * scale);
       return;
     }
-    case kInt4: {
-      int64_t half = dim / 2;
-      const uint8_t* terms = slot + half;
-      for (int64_t i = 0; i < half; i += W) {
-        vu pairs = __builtin_convertvector(load<vuc>(slot + i), vu);
-        const uint8_t *low = terms + i / kRun * 4, *high = terms + (half + i) / kRun * 4;
-        store1(out + i, __builtin_convertvector((vi)(pairs & 15), vf) * load_bf16(low) + load_bf16(low + 2));
-        store1(out + half + i, __builtin_convertvector((vi)(pairs >> 4), vf) * load_bf16(high) + load_bf16(high + 2));
-      }
-      return;
-    }
     case kFp8:
       for (int64_t i = 0; i < dim; i += W)
         store1(out + i, from_fp8(__builtin_convertvector(load<vuc>(slot + i), vu)));
@@ -90,28 +78,6 @@ INLINE void pack_int8(const float* x, uint8_t* slot, int64_t dim) {
   store(slot + dim, scale);
 }
 
-INLINE void pack_int4(const float* x, uint8_t* slot, int64_t dim) {
-  int64_t half = dim / 2;
-  for (int64_t first = 0; first < dim; first += kRun) {
-    int64_t stop = first + kRun < dim ? first + kRun : dim;
-    float least = x[first], most = x[first];
-    for (int64_t i = first; i < stop; i++) {
-      least = x[i] < least || x[i] != x[i] ? x[i] : least;
-      most = x[i] > most || x[i] != x[i] ? x[i] : most;
-    }
-    uint16_t zero = up(-least) ^ 0x8000;
-    float from = widened(zero);
-    uint16_t scale = up((most - from) / 15.0f);
-    float divisor = scale ? widened(scale) : 1.0f;
-    for (int64_t i = first; i < stop; i++) {
-      uint8_t n = rounded_integer((x[i] - from) / divisor) & 15;
-      slot[i < half ? i : i - half] = i < half ? n : slot[i - half] | n << 4;
-    }
-    store(slot + half + first / kRun * 4, scale);
-    store(slot + half + first / kRun * 4 + 2, zero);
-  }
-}
-
 INLINE uint8_t to_fp8(float x) {
   uint32_t bits = load<uint32_t>(&x), sign = bits >> 24 & 128;
   float a = __builtin_fabsf(x);
@@ -123,20 +89,6 @@ INLINE uint8_t to_fp8(float x) {
   return (uint8_t)((a < 0x1p-6f ? small : normal) | sign);
 }
 
-// Multiplied with a Hadamard matrix, block by block: of the largest power of two that divides dim.
-INLINE void turn(float* x, int64_t dim) {
-  int64_t size = dim & -dim;
-  for (int64_t h = 1; h < size; h *= 2)
-    for (int64_t i = 0; i < dim; i += 2 * h)
-      for (int64_t j = i; j < i + h; j++) {
-        float a = x[j], b = x[j + h];
-        x[j] = a + b;
-        x[j + h] = a - b;
-      }
-  float factor = 1.0f / __builtin_sqrtf((float)size);
-  for (int64_t i = 0; i < dim; i++) x[i] *= factor;
-}
-
 INLINE void pack_slot(int64_t format, const float* x, uint8_t* slot, int64_t dim) {
   switch (format) {
     case kFloat32: memcpy(slot, x, dim * sizeof(float)); return;
@@ -144,7 +96,6 @@ INLINE void pack_slot(int64_t format, const float* x, uint8_t* slot, int64_t dim
       for (int64_t i = 0; i < dim; i += W) store1((bf16*)slot + i, load1(x + i));
       return;
     case kInt8: return pack_int8(x, slot, dim);
-    case kInt4: return pack_int4(x, slot, dim);
     case kFp8:
       for (int64_t i = 0; i < dim; i++) slot[i] = to_fp8(x[i]);
   }

@@ -89,8 +89,9 @@ struct Nibbles {
     const uint32_t *x = (const uint32_t*)job.x + row * job.x_stride, *group = strip.weight;
     for (int64_t left = strip.units; left > 0; left -= kStretchUnits) {
       strip.prefetch();
-#pragma GCC unroll 2
-      for (int c = 0; c < 2; c++) add_group<R>(x, job.x_stride, group + c * W, sums, c);
+      add_group<R>(x, job.x_stride, group, sums, 0);
+      asm volatile("" ::: "memory");  // the compiler would keep the units of x, for which there are no registers
+      add_group<R>(x, job.x_stride, group + W, sums, 1);
       x += kGroupUnits;
       group += kStretchUnits * kPanel;
     }

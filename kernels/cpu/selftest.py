@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +12,8 @@ from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.attention import Contexts, Geometry, Workspace
 from kvferry.kernels.cpu.linear import Packed
 from kvferry.kernels.cpu.operations import DTYPES, add_norm_, gated
+from kvferry.kernels.packing import Quantization
+from kvferry.kernels.quantized import QuantizedLinear
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 
@@ -23,6 +26,8 @@ def wrong_results(lib: ctypes.CDLL) -> list[str]:
             _norm(lib, dtype),
             _silu(lib, dtype),
             _linear(lib, dtype),
+            _quantized(lib, dtype, "int8"),
+            _quantized(lib, dtype, "int4"),
             _attention(lib, dtype),
         ):
             if not torch.allclose(got.float(), expected, rtol=0, atol=_TOLERANCE[dtype]):
@@ -53,6 +58,17 @@ def _linear(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, to
     return "linear", Packed(lib, weight)(x, x[0, :40]), F.linear(x.float(), weight.float(), x[0, :40].float())
 
 
+def _quantized(lib: ctypes.CDLL, dtype: torch.dtype, kind: Quantization) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """Of integers that are their own steps."""
+    x, weight = torch.arange(13 * 64).view(13, 64) * 11 % 255 - 127, torch.arange(40 * 64).view(40, 64) * 7
+    x[:, ::32] = 127
+    weight = weight % 16 if kind == "int4" else weight % 255 - 127
+    weight[:, 0] = 15 if kind == "int4" else 127
+    size = 2.0**13 if kind == "int4" else 2.0**16
+    got = QuantizedLinear(lib, kind, weight.to(dtype))(x.to(dtype))
+    return f"{kind} linear", got / size, F.linear(x.float(), weight.float()) / size
+
+
 def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor, torch.Tensor]:
     """A prompt of 40 tokens in blocks of 16 in reverse order, 4 query heads on 2 KV heads."""
     tokens, heads, kv_heads, size, dim = 40, 4, 2, 16, 64
@@ -63,5 +79,6 @@ def _attention(lib: ctypes.CDLL, dtype: torch.dtype) -> tuple[str, torch.Tensor,
     cache = torch.full((3, 2, kv_heads, size, dim), float("nan"), dtype=dtype)
     stored, width = str(dtype).removeprefix("torch."), cache.element_size()
     geometry = Geometry(kv_heads, dim, size, dim * width, cache[0].numel() * width, stored)
-    contexts = Contexts(lib, [[2, 1, 0]], [tokens], [0], geometry, Workspace())
+    tables = np.array([2, 1, 0]), np.array([0]), np.array([tokens]), np.array([0])
+    contexts = Contexts(lib, *tables, geometry, Workspace())
     return "attention", contexts.attend(qkv, angles, cache, Scoring(dim**-0.5)), expected.transpose(0, 1)

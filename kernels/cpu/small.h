@@ -2,6 +2,7 @@
 #pragma once
 #include "api.h"
 #include "formats.h"
+#include "int4.h"
 #include "vec.h"
 
 namespace {
@@ -169,6 +170,11 @@ INLINE void rotate(const T* x, Out* out, const T* cos, const T* sin, int64_t hal
   }
 }
 
+template <class T>
+INLINE void widen(const T* x, float* out, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += W) store1(out + i, load1(x + i));
+}
+
 // Norms (if any) and rotates queries in place; norms and rotates keys into the cache, copies values there.
 template <class T>
 void rotate_and_write(void* arg) {
@@ -192,19 +198,27 @@ void rotate_and_write(void* arg) {
         rotate(x, x, cos, sin, half);
       }
     }
-    for (int64_t head = 0; head < 2 * kv_heads; head++, x += dim, slot += all->block_size * all->slot_bytes) {
+    int64_t stride = all->block_size * all->slot_bytes;  // from a head to the next
+    for (int64_t head = 0; head < 2 * kv_heads; head++, x += dim, slot += stride) {
       bool key = head < kv_heads;
       if (key && job->k_norm) normalise(x, (const T*)job->k_norm, x, dim, job->eps);
       if (native && key) {
         rotate(x, (T*)slot, cos, sin, half);
       } else if (native) {
         memcpy(slot, x, dim * sizeof(T));
+      } else if (all->format == kInt4) {
+        if (key) {  // its value with it
+          rotate(x, row, cos, sin, half);
+          widen(x + kv_heads * dim, row + dim, dim);
+          turn(row, dim);
+          turn(row + dim, dim);
+          pack_int4(row, row + dim, slot, slot + kv_heads * stride, (int32_t*)(row + 2 * dim), dim);
+        }
       } else {
         if (key) {
           rotate(x, row, cos, sin, half);
-          if (all->format == kInt4) turn(row, dim);
         } else {
-          for (int64_t i = 0; i < dim; i += W) store1(row + i, load1(x + i));
+          widen(x, row, dim);
         }
         pack_slot(all->format, row, slot, dim);
       }

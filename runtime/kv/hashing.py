@@ -51,10 +51,13 @@ def hash_block(root: bytes, parent: BlockHash | None, token_ids: Sequence[int]) 
 
 
 def hash_chain(root: bytes, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Hashes of all full blocks of `token_ids`."""
+    """Hashes of all full blocks of `token_ids`: `hash_block` of each, with the tokens packed at once."""
+    num_tokens = len(token_ids) - len(token_ids) % block_size
+    packed, num_bytes = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens]), 4 * block_size
     hashes: list[BlockHash] = []
-    parent: BlockHash | None = None
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hash_block(root, parent, token_ids[start : start + block_size])
-        hashes.append(parent)
+    parent, head = b"", struct.pack("<?I", False, block_size)
+    for start in range(0, len(packed), num_bytes):
+        parent = blake2b(parent + head + packed[start : start + num_bytes], digest_size=HASH_BYTES, key=root).digest()
+        head = struct.pack("<?I", True, block_size) if start == 0 else head
+        hashes.append(BlockHash(parent))
     return hashes

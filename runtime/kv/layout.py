@@ -2,14 +2,16 @@
 
 A rank's storage is one tensor `[num_blocks, num_layers, planes, rank_heads, block_size, slot]` (block-major), so that a
 block is one copy and one message. Two planes are keys and values; one is what both come from (`kernels/mla.py`). A slot
-is what a plane holds of one head of one token: `head_dim` numbers, or in a quantised format its bytes, scales included.
-A rank holds a consecutive range of the model's KV heads; with more ranks than KV heads, neighbouring ranks hold the
-same head.
+is what a plane holds of one head of one token: `head_dim` numbers, or in a quantised format its bytes, scales included,
+of which a value's may hold some of its key's. A rank holds a consecutive range of the model's KV heads; with more ranks
+than KV heads, neighbouring ranks hold the same head.
 
     bytes per token of one rank = planes · layers · rank heads · slot bytes
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -18,28 +20,27 @@ from kvferry.runtime.kv.hashing import hash_root
 
 
 class KVFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How one key or value is stored; `kernels/formats.py` does it."""
+    """How a key and its value are stored, in slots of one size; `kernels/formats.py` does it."""
 
-    bits: int
-    """Of a number."""
-    run: int | None = None
-    """Consecutive numbers that share a scale; `None`: all of the slot."""
-    run_bytes: int = 0
-    """Of a run's scale, and zero point where there is one."""
+    bits: float
+    """Of a number; of keys and values on average."""
+    scale_bytes: int = 0
+    """Of a slot."""
     element: str = "uint8"
     """Of the tensor behind the pool."""
+    version: str = ""
+    """Of what is stored under this name; groups of another one share no blocks."""
 
     def slot_bytes(self, head_dim: int) -> int:
-        runs = -(-head_dim // self.run) if self.run else 1
-        return head_dim * self.bits // 8 + runs * self.run_bytes
+        return math.ceil(head_dim * self.bits / 8) + self.scale_bytes
 
 
 FORMATS = {
     "float32": KVFormat(bits=32, element="float32"),
     "bfloat16": KVFormat(bits=16, element="bfloat16"),
     "float16": KVFormat(bits=16, element="float16"),
-    "int8": KVFormat(bits=8, run_bytes=2),
-    "int4": KVFormat(bits=4, run=16, run_bytes=4),
+    "int8": KVFormat(bits=8, scale_bytes=2),
+    "int4": KVFormat(bits=4.25, scale_bytes=1, version="/2"),
     "fp8": KVFormat(bits=8),
 }
 
@@ -63,6 +64,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         if self.planes == 1 and self.format.element == "uint8":
             raise InvalidArgument(
                 "kv_dtype", self.dtype, "does not go with latent attention", "use auto, float32, bfloat16 or float16"
+            )
+        if self.format.bits < 8 and self.head_dim % 2:
+            raise InvalidArgument(
+                "kv_dtype", self.dtype, f"does not go with heads of {self.head_dim} numbers: not even"
             )
         small, large = sorted((self.num_kv_heads, self.tp_size))
         if large % small:
@@ -118,7 +123,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             "head_dim": str(self.head_dim),
             "planes": str(self.planes),
             "block_size": str(self.block_size),
-            "kv_dtype": self.dtype,
+            "kv_dtype": self.dtype + self.format.version,
         }
 
     @property

@@ -216,6 +216,9 @@ class BlockPool:
         news, self._news = self._news, {}
         return [h for h, visible in news.items() if visible], [h for h, visible in news.items() if not visible]
 
+    def has_evicted(self) -> bool:
+        return not all(self._news.values())
+
     def take_sealed(self) -> list[BlockHash]:
         """All hashes sealed since the last call, in order, whatever became of them."""
         sealed, self._sealed_news = self._sealed_news, []

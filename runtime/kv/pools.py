@@ -62,6 +62,10 @@ class Pools:
         events = [pool.take_events() for pool in self.pools]
         return events[0]
 
+    def has_evicted(self) -> bool:
+        """Whether the next `take_events` names blocks that vanished."""
+        return self.pools[0].has_evicted()
+
     def free_blocks(self) -> list[BlockId]:
         """Those that hold nothing."""
         return [block_id for pool in self.pools for block_id in pool.free_blocks()]

@@ -10,12 +10,14 @@ stays flat however long the sequence is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import NO_BLOCK, BlockHash, BlockId
 from kvferry.runtime.kv.groups import BlockGroup
 from kvferry.runtime.kv.pool import BlockPool
 from kvferry.runtime.sequence import BlockTable, Sequence
+from kvferry.runtime.step import make_table
 
 
 class TableKeeper:
@@ -83,7 +85,7 @@ class TableKeeper:
             if block_id != NO_BLOCK:
                 self.pool.acquire(block_id)
 
-    def release(self, block_ids: list[BlockId]) -> None:
+    def release(self, block_ids: SequenceOf[BlockId]) -> None:
         """Children first: they are evicted before their parents."""
         for block_id in reversed(block_ids):
             if block_id != NO_BLOCK:
@@ -112,12 +114,12 @@ class TableKeeper:
         left = self._num_blocks(len(sequence.tokens)) - table.num_dropped
         return max(1, min(left - table.num_held, self._max_held - self._num_alone(table.block_ids)))
 
-    def _num_alone(self, block_ids: list[BlockId]) -> int:
+    def _num_alone(self, block_ids: SequenceOf[BlockId]) -> int:
         return self.pool.num_alone([block_id for block_id in block_ids if block_id != NO_BLOCK])
 
     def open(self, sequence: Sequence, table: BlockTable, hits: list[BlockId]) -> None:
         """Begins a table with references taken before; leases the rest at once unless there is a window."""
-        table.block_ids = hits
+        table.block_ids = make_table(hits)
         table.num_sealed = table.num_announced = len(hits)
         table.num_dropped = next((i for i, block_id in enumerate(hits) if block_id != NO_BLOCK), len(hits))
         if self.group.window is None:
@@ -128,7 +130,7 @@ class TableKeeper:
         """Leases what is lacking for so many tokens, as far as there are blocks. Returns how many are covered."""
         lacking = self._num_blocks(num_tokens) - len(table.block_ids)
         if lacking > 0 and (count := min(lacking, self.pool.num_available)):
-            table.block_ids += self.pool.lease(count)
+            table.block_ids.extend(self.pool.lease(count))
             while table.num_announced < min(len(table.block_ids), len(sequence.hashes)):
                 self._announce(sequence, table)
         return len(table.block_ids) * self._size

@@ -8,10 +8,11 @@ window read only the blocks in it; what stands in a block table before may be `N
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,11 @@ from kvferry.kernels.cpu.attention import FORMATS, Contexts, Geometry
 from kvferry.kernels.cpu.available import kernels_with
 from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.errors import InvariantBroken
-from kvferry.runtime.ids import NO_BLOCK, BlockId
+from kvferry.runtime.ids import NO_BLOCK
 from kvferry.runtime.kv.storage import KVStorage, RankStorage
-from kvferry.runtime.step import Row
+from kvferry.runtime.step import Row, Table
 
+Ints = npt.NDArray[np.int64]
 _MIN_WASTE = 24
 """Padding blocks that cost less than the extra operations of one more group."""
 
@@ -78,70 +80,101 @@ class Batch:
     gathers: Gathers
 
 
-class _Table:
-    """One row's place in the batch."""
+class _Rows:
+    """A plan's rows in the order of attention, as arrays. All are int64 `[R]` but where said."""
 
-    __slots__ = ("block_ids", "context", "count", "index", "row")
+    def __init__(self, rows: Sequence[Row], block_size: int) -> None:
+        lengths = np.array([len(row.token_ids) for row in rows])
+        start = np.array([row.start for row in rows])
+        num_blocks = -(-(start + lengths) // block_size)
+        decodes = lengths.max() == 1
+        order = (-num_blocks if decodes else _turn(lengths, start, num_blocks)).argsort(kind="stable")
+        self.block_size = block_size
+        self.rows = [rows[i] for i in order.tolist()]
+        self.lengths, self.start, self.num_blocks = lengths[order], start[order], num_blocks[order]
+        self.stops = self.lengths.cumsum()
+        """Of each row's tokens in the batch."""
+        self.row_of = slice(None) if decodes else np.repeat(np.arange(len(rows)), self.lengths)
+        """Of each token, `[T]`; as an index."""
+        self.sample_index = self._sample_index(rows, order)
+        """Of the wanted tokens, in the plan's order."""
 
-    def __init__(self, index: int, row: Row, block_size: int) -> None:
-        self.index = index
-        self.row = row
-        self.count = len(row.token_ids)
-        self.context = row.start + self.count
-        num_blocks = -(-self.context // block_size)
-        if not row.token_ids or len(row.block_ids) < num_blocks:
-            raise InvariantBroken(
-                f"row {index} of a plan: {len(row.token_ids)} tokens from position {row.start} "
-                f"do not fit its {len(row.block_ids)} blocks of {block_size}"
-            )
-        self.block_ids = row.block_ids[:num_blocks]
+    @cached_property
+    def positions(self) -> Ints:
+        """`[T]`."""
+        found: Ints = np.arange(self.stops[-1]) + (self.start - self.stops + self.lengths)[self.row_of]
+        return found
+
+    def _sample_index(self, rows: Sequence[Row], order: Ints) -> Ints:
+        counts = np.array([int(row.num_samples) for row in rows])
+        stops = np.empty_like(counts)
+        stops[order] = self.stops
+        if counts.max() <= 1:
+            return stops[counts > 0] - 1
+        return np.repeat(stops - counts.cumsum(), counts) + np.arange(counts.sum())
+
+    def token_ids(self) -> Ints:
+        """`[T]`."""
+        return np.array(list(chain.from_iterable([row.token_ids for row in self.rows])))
+
+    def tables(self, tables: Sequence[Table], first_block: int) -> Ints:
+        """The rows' blocks end to end, counted from `first_block`. Raises `InvariantBroken` if there are too few."""
+        parts: list[array[int]] = []
+        for row, table, count in zip(self.rows, tables, self.num_blocks.tolist(), strict=True):
+            if not row.token_ids or len(table) < count:
+                raise InvariantBroken(
+                    f"a row of a plan: {len(row.token_ids)} tokens from position {row.start} "
+                    f"do not fit its {len(table)} blocks of {self.block_size}"
+                )
+            used = table if len(table) == count else table[:count]
+            parts.append(used if isinstance(used, array) else array("q", used))
+        whole = np.frombuffer(b"".join(parts), dtype=np.int64)
+        return np.where(whole == NO_BLOCK, NO_BLOCK, whole - first_block) if first_block else whole
+
+
+def _turn(lengths: Ints, start: Ints, num_blocks: Ints) -> Ints:
+    """Rows of one token, then those with a cached prefix, then others."""
+    return np.where(lengths == 1, -num_blocks, np.where(start > 0, 1, 2))
 
 
 def make_batches(rows: Sequence[Row], storage: RankStorage) -> list[Batch]:
-    """The batch as the layers of each block group see it; the order of tokens is the same."""
-    batches = [make_batch(rows, storage.groups[0])]
+    """The batch as the layers of each block group see it; the order of tokens is the same.
+
+    Raises `InvariantBroken` for a row without tokens or with too few blocks.
+    """
+    arranged = _Rows(rows, storage.kv.block_size)
+    token_ids = arranged.token_ids()
+    batches = [_batch(arranged, token_ids, [row.block_ids for row in arranged.rows], storage.groups[0])]
     for group, of_group in zip(storage.kv.groups[1:], storage.groups[1:], strict=True):
-        batches.append(make_batch([_of_group(row, group.first_block) for row in rows], of_group))
+        tables = [row.window_block_ids for row in arranged.rows]
+        batches.append(_batch(arranged, token_ids, tables, of_group, group.first_block))
     return batches
 
 
-def _of_group(row: Row, first_block: BlockId) -> Row:
-    table = [b if b == NO_BLOCK else BlockId(b - first_block) for b in row.window_block_ids]
-    return Row(row.token_ids, row.start, table, row.num_samples)
-
-
 def make_batch(rows: Sequence[Row], storage: KVStorage) -> Batch:
-    """Raises `InvariantBroken` for a row without tokens or with too few blocks."""
-    block_size, device = storage.layout.block_size, storage.blocks.device
-    tables = [_Table(i, row, block_size) for i, row in enumerate(rows)]
-    decode = sorted((t for t in tables if t.count == 1), key=lambda t: -len(t.block_ids))
-    prefill = sorted((t for t in tables if t.count > 1), key=lambda t: t.row.start == 0)
-    ordered = decode + prefill
-    wanted: list[range] = [range(0)] * len(tables)
-    for table, stop in zip(ordered, accumulate(t.count for t in ordered), strict=True):
-        wanted[table.index] = range(stop - table.row.num_samples, stop)
-    contexts = _contexts(ordered, storage)
-    if contexts is None:
-        positions = np.concatenate([np.arange(t.row.start, t.context) for t in ordered])
-    else:
-        positions = contexts.positions
+    """As `make_batches`, of one block group."""
+    arranged = _Rows(rows, storage.layout.block_size)
+    return _batch(arranged, arranged.token_ids(), [row.block_ids for row in arranged.rows], storage)
+
+
+def _batch(rows: _Rows, token_ids: Ints, tables: Sequence[Table], storage: KVStorage, first_block: int = 0) -> Batch:
+    device = storage.blocks.device
+    blocks = rows.tables(tables, first_block)
+    table_at = rows.num_blocks.cumsum() - rows.num_blocks
+    contexts = _contexts(rows, blocks, table_at, storage)
+    positions = rows.positions if contexts is None else contexts.positions
     return Batch(
-        token_ids=_tensor([t.row.token_ids for t in ordered], device),
+        token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
-        num_positions=max(t.context for t in tables),
-        sample_index=_tensor(wanted, device),
+        num_positions=int((rows.start + rows.lengths).max()),
+        sample_index=torch.from_numpy(rows.sample_index).to(device),
         contexts=contexts,
         format=storage.format,
-        gathers=Gathers(decode, prefill, positions, storage),
+        gathers=Gathers(rows, blocks, table_at, storage),
     )
 
 
-def _tensor(parts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """All parts one after the other, int64."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64)).to(device)
-
-
-def _contexts(ordered: list[_Table], storage: KVStorage) -> Contexts | None:
+def _contexts(rows: _Rows, blocks: Ints, table_at: Ints, storage: KVStorage) -> Contexts | None:
     """None where the kernels do not know the device, the numbers or the format; latents are torch's too."""
     layout, stored = storage.layout, storage.format
     lib = kernels_with(stored.dtype, storage.blocks.device, layout.head_dim)
@@ -155,8 +188,7 @@ def _contexts(ordered: list[_Table], storage: KVStorage) -> Contexts | None:
         block_bytes=layout.block_bytes,
         format=stored.name,
     )
-    tables, counts, starts = zip(*((t.block_ids, t.count, t.row.start) for t in ordered), strict=True)
-    return Contexts(lib, tables, counts, starts, geometry, storage.workspace)
+    return Contexts(lib, blocks, table_at, rows.lengths, rows.start, geometry, storage.workspace)
 
 
 def _groups(num_blocks: Sequence[int]) -> list[int]:
@@ -175,13 +207,23 @@ def _groups(num_blocks: Sequence[int]) -> list[int]:
     return sizes
 
 
+class _Context:
+    """Of one row."""
+
+    __slots__ = ("block_ids", "length", "start", "tokens")
+
+    def __init__(self, block_ids: Ints, start: int, tokens: slice) -> None:
+        self.block_ids = block_ids
+        self.start = start
+        self.tokens = tokens
+        self.length = start + tokens.stop - tokens.start
+
+
 class Gathers:
     """Finds the rows' contexts. What a batch gathers goes into the same memory, one part after the other."""
 
-    def __init__(
-        self, decode: list[_Table], prefill: list[_Table], positions: npt.NDArray[np.int64], storage: KVStorage
-    ) -> None:
-        self._decode, self._prefill, self._positions = decode, prefill, positions
+    def __init__(self, rows: _Rows, blocks: Ints, table_at: Ints, storage: KVStorage) -> None:
+        self._rows, self._blocks, self._table_at = rows, blocks, table_at
         self._storage = storage
         self._memory: torch.Tensor | None = None
         self._parts: dict[int | None, Parts] = {}
@@ -189,10 +231,23 @@ class Gathers:
     @cached_property
     def write_index(self) -> torch.Tensor:
         """int64 `[T·2N]`: slots of the new keys and values."""
-        size = self._storage.layout.block_size
-        ids = [np.asarray(t.block_ids)[np.arange(t.row.start, t.context) // size] for t in self._decode + self._prefill]
-        index = self._storage.slot_index(np.concatenate(ids), self._positions % size)
+        rows, size = self._rows, self._rows.block_size
+        blocks = self._blocks[self._table_at[rows.row_of] + rows.positions // size]
+        index = self._storage.slot_index(blocks, rows.positions % size)
         return torch.from_numpy(index.reshape(-1)).to(self._storage.blocks.device)
+
+    def _contexts(self) -> list[_Context]:
+        rows = self._rows
+        return [
+            _Context(block_ids, start, slice(stop - length, stop))
+            for block_ids, start, length, stop in zip(
+                np.split(self._blocks, self._table_at[1:]),
+                rows.start.tolist(),
+                rows.lengths.tolist(),
+                rows.stops.tolist(),
+                strict=True,
+            )
+        ]
 
     def parts(self, window: int | None) -> Parts:
         """Made at the first call; the same for all layers with this window."""
@@ -201,28 +256,25 @@ class Gathers:
         return self._parts[window]
 
     def _find(self, window: int | None) -> Parts:
-        first_seen = [0 if window is None else max(0, t.row.start - window + 1) for t in self._decode]
+        contexts = self._contexts()
+        num_decodes = int((self._rows.lengths == 1).sum())
+        singles = contexts[:num_decodes]
+        first_seen = [0 if window is None else max(0, c.start - window + 1) for c in singles]
         skipped = [seen // self._storage.layout.block_size for seen in first_seen]
         decode, done = [], 0
-        for size in _groups([len(t.block_ids) - skip for t, skip in zip(self._decode, skipped, strict=True)]):
+        for size in _groups([len(c.block_ids) - skip for c, skip in zip(singles, skipped, strict=True)]):
             rows = slice(done, done + size)
-            decode.append(DecodePart(rows, self._rows(self._decode[rows], skipped[rows], first_seen[rows])))
+            decode.append(DecodePart(rows, self._paged(singles[rows], skipped[rows], first_seen[rows])))
             done += size
-        prefixed, fresh = [], []
-        for table in self._prefill:
-            tokens = slice(done, done + len(table.row.token_ids))
-            done = tokens.stop
-            if table.row.start:
-                prefixed.append(self._prefixed(table, tokens, window))
-            else:
-                fresh.append(tokens)
-        return Parts(decode, prefixed, fresh)
+        longer = contexts[num_decodes:]
+        prefixed = [self._prefixed(context, window) for context in longer if context.start]
+        return Parts(decode, prefixed, [context.tokens for context in longer if not context.start])
 
-    def _rows(self, tables: list[_Table], skipped: list[int], first_seen: list[int]) -> PagedRows:
+    def _paged(self, contexts: list[_Context], skipped: list[int], first_seen: list[int]) -> PagedRows:
         """Without the first `skipped` blocks of each row; what it sees begins at `first_seen`."""
         layout, device = self._storage.layout, self._storage.blocks.device
-        heads, num_rows = layout.rank_heads, len(tables)
-        seen = [t.block_ids[skip:] for t, skip in zip(tables, skipped, strict=True)]
+        heads, num_rows = layout.rank_heads, len(contexts)
+        seen = [c.block_ids[skip:] for c, skip in zip(contexts, skipped, strict=True)]
         longest = max(seen, key=len)
         # Padding needs a span that is filled to its end: when there is padding, the longest row has more than one
         # block and so a full first one.
@@ -230,10 +282,10 @@ class Gathers:
         for r, ids in enumerate(seen):
             block_ids[r, : len(ids)] = ids
         skips = np.array(skipped)[:, None] * layout.block_size
-        contexts = np.array([[t.context] for t in tables]) - skips
+        lengths = np.array([[c.length] for c in contexts]) - skips
         slot = np.arange(len(longest) * layout.block_size)
-        behind = slot >= contexts
-        row, unfilled = np.nonzero(behind & (slot < -(-contexts // layout.block_size) * layout.block_size))
+        behind = slot >= lengths
+        row, unfilled = np.nonzero(behind & (slot < -(-lengths // layout.block_size) * layout.block_size))
         keys_values, head = np.arange(layout.planes)[:, None, None], np.arange(heads)[:, None]
         unfilled = ((keys_values * num_rows + row) * heads + head) * len(slot) + unfilled
         mask = torch.zeros((num_rows * heads, 1, len(slot)), dtype=self._storage.format.dtype)
@@ -242,11 +294,11 @@ class Gathers:
         spans, gathered = self._context(block_ids)
         return PagedRows(spans, gathered, torch.from_numpy(unfilled.reshape(-1)).to(device), mask.to(device))
 
-    def _prefixed(self, table: _Table, tokens: slice, window: int | None) -> PrefixedPart:
-        first_seen = 0 if window is None else max(0, table.row.start - window + 1)
+    def _prefixed(self, context: _Context, window: int | None) -> PrefixedPart:
+        first_seen = 0 if window is None else max(0, context.start - window + 1)
         skip = first_seen // self._storage.layout.block_size
         first_key = skip * self._storage.layout.block_size
-        return PrefixedPart(tokens, table.row.start, first_key, *self._context(np.array([table.block_ids[skip:]])))
+        return PrefixedPart(context.tokens, context.start, first_key, *self._context(context.block_ids[None, skip:]))
 
     def _context(self, block_ids: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Spans of the blocks `[R, S/B]`, and the memory to gather them into."""

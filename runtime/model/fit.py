@@ -5,17 +5,41 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from kvferry.runtime.config import EngineConfig
-from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.errors import CorruptModel, InvalidArgument, NotFound, UnsupportedModel
 from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
 from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
 from kvferry.runtime.model.spec import AttentionSpec, MLPSpec, ModelSpec
+from kvferry.runtime.text.tokenizer import load_tokenizer
 
 
-def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int) -> None:
-    """Raises the `InvalidArgument` that a rank of a group of `tp_size` would raise."""
-    spec.check_tensor_parallel(tp_size)
+def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int, tp_name: str = "tensor parallel size") -> None:
+    """Raises the `InvalidArgument` that a rank of a group of `tp_size`, which is called `tp_name`, would raise."""
+    spec.check_tensor_parallel(tp_size, tp_name)
     check_quantization(config, spec)
     resolve_kv(config, spec, tp_size)
+
+
+def check_draft(model: str, target: ModelFiles, target_spec: ModelSpec) -> ModelFiles:
+    """Returns the draft model's files. Raises `InvalidArgument` unless its tokens are the target's, each by its name;
+    what else ails the files names the option, too.
+    """
+    try:
+        files = resolve_model(model)
+        spec = load_spec(files)
+        own = load_tokenizer(files).raw.get_vocab(with_added_tokens=True)
+    except (CorruptModel, NotFound, UnsupportedModel) as error:
+        raise type(error)(f"draft_model={model!r}: {error}") from error
+    way_out = "a draft model must share the model's vocabulary; take one of the same family"
+    if spec.vocab_size != target_spec.vocab_size:
+        raise InvalidArgument(
+            "draft_model", model, f"has {spec.vocab_size} tokens, the model {target_spec.vocab_size}", way_out
+        )
+    wanted = load_tokenizer(target).raw.get_vocab(with_added_tokens=True)
+    if own != wanted:
+        name, place = next(item for item in sorted({*own.items()} ^ {*wanted.items()}))
+        raise InvalidArgument("draft_model", model, f"token {name!r} ({place}) is not the same in both", way_out)
+    return files
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec) -> str:
@@ -69,13 +93,17 @@ def resolve_num_blocks(config: EngineConfig, layout: KVLayout) -> int:
     """Raises `InvalidArgument` if not even one block fits."""
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
-    return _fitting(config.cache.kv_memory_bytes, layout)
+    return _fitting(config.cache.kv_memory_bytes, 1.0, layout)
 
 
-def _fitting(num_bytes: float, layout: KVLayout) -> int:
-    count = int(num_bytes // layout.block_bytes)
+def _fitting(num_bytes: int, share: float, layout: KVLayout) -> int:
+    """Blocks of one group, which has a share of the bytes."""
+    count = int(num_bytes * share // layout.block_bytes)
     if count == 0:
-        raise InvalidArgument("kv_memory_bytes", int(num_bytes), f"one block takes {layout.block_bytes} bytes")
+        limit = f"one block takes {layout.block_bytes} bytes"
+        raise InvalidArgument(
+            "kv_memory_bytes", num_bytes, limit, f"give at least {int(layout.block_bytes / share) + 1}"
+        )
     return count
 
 
@@ -95,4 +123,4 @@ def _split(config: EngineConfig, full: KVLayout, window: KVLayout, size: int, lo
         ratio = share / (1 - share) * full.block_bytes / window.block_bytes
         return config.cache.num_blocks, max(1, min(config.cache.num_blocks, round(config.cache.num_blocks * ratio)))
     memory = config.cache.kv_memory_bytes
-    return _fitting(memory * (1 - share), full), _fitting(memory * share, window)
+    return _fitting(memory, 1 - share, full), _fitting(memory, share, window)

@@ -93,8 +93,8 @@ class Attention:
         stored, num_kv_heads, scoring = batch.format, self.num_kv_heads, self.scoring
         if stored.turned:
             q = stored.turn(q)
-            kv[:, :num_kv_heads].copy_(stored.turn(kv[:, :num_kv_heads]))
-        packed = stored.pack(kv)
+            kv.copy_(stored.turn(kv))
+        packed = stored.pack(kv.transpose(0, 1)).transpose(0, 1)
         write_kv(slots, batch.gathers.write_index, packed)
         found = batch.gathers.parts(scoring.window)
         parts = [
@@ -104,9 +104,9 @@ class Attention:
             k, v = gather_kv(spans, part.spans, part.gathered, num_kv_heads, stored)
             parts.append(causal_attention(q[part.tokens], k, v, part.start, scoring, part.first_key))
         for tokens in found.fresh:  # read as later steps will read it
-            k, v = stored.unpack(packed[tokens]).transpose(0, 1).chunk(2)
+            k, v = stored.unpack(packed[tokens].transpose(0, 1)).chunk(2)
             parts.append(causal_attention(q[tokens], k, v, 0, scoring))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return stored.turn(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 class AnyAttention(Protocol):

@@ -46,15 +46,16 @@ class LatentAttention:
         apply_rope_(q_THD[..., -rotated:], angles)
         latents_TW[:, :rank].copy_(self.kv_norm(latents_TW[:, :rank]))
         apply_rope_(latents_TW[:, None, rank:], angles)
-        write_kv(slots, batch.gathers.write_index, latents_TW[:, None])
-        out = self._attend(q_THD, latents_TW, batch, spans)
+        packed = batch.format.pack(latents_TW)
+        write_kv(slots, batch.gathers.write_index, packed[:, None])
+        out = self._attend(q_THD, batch.format.unpack(packed), batch, spans)  # read as later steps will read it
         return self.output(out.flatten(1))
 
     def _attend(self, q_THD: torch.Tensor, latents_TW: torch.Tensor, batch: Batch, spans: torch.Tensor) -> torch.Tensor:
-        found, width = batch.gathers.parts(None), latents_TW.shape[1]
-        parts = [self.heads.decode(q_THD[part.tokens], spans, part.rows) for part in found.decode]
+        found, stored = batch.gathers.parts(None), batch.format
+        parts = [self.heads.decode(q_THD[part.tokens], spans, part.rows, stored) for part in found.decode]
         for part in found.prefixed:
-            latents = gather_latents(spans, part.spans, part.gathered, width)
+            latents = gather_latents(spans, part.spans, part.gathered, stored)
             parts.append(self.heads.prefill(q_THD[part.tokens], latents, part.start))
         parts += [self.heads.prefill(q_THD[tokens], latents_TW[tokens], 0) for tokens in found.fresh]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -159,7 +159,7 @@ def weight_bytes(
     spec: ModelSpec, dtype: str, layout: KVLayout, device: Device, quantization: Quantization = "none"
 ) -> int:
     """Of rank 0. On a CPU a tied head is a copy, quantised or packed for the kernels."""
-    size, total = FORMATS[dtype].bits // 8, 0
+    size, total = FORMATS[dtype].slot_bytes(1), 0
     parts = [*rank_shapes(spec, layout)]
     if spec.tied_embeddings and device == "cpu" and (dtype != "float16" or quantization != "none"):
         parts.append(("head.weight", (-(-spec.vocab_size // layout.tp_size), spec.hidden_size)))
@@ -175,7 +175,7 @@ def activation_bytes(spec: ModelSpec, dtype: str, layout: KVLayout, workload: Wo
     Quantised linears have their inputs as bytes besides. Of a mixture, as many experts as a token has, with a copy of
     it for each; of latent attention, a whole context's keys and values, made for one row at a time.
     """
-    tp_size, size = layout.tp_size, FORMATS[dtype].bits // 8
+    tp_size, size = layout.tp_size, FORMATS[dtype].slot_bytes(1)
     per_input = size if workload.quantization == "none" else size + 1.25  # int4: 8 more for each group of 32
     outputs: dict[tuple[str, str], int] = {}
     inputs: dict[tuple[str, str], int] = {}

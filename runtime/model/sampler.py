@@ -41,14 +41,17 @@ def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[Sampl
     largest, token_ids = argmax(logits_RV)
     if broken := [r for r, value in enumerate(largest) if not math.isfinite(value)]:
         raise DeviceError(f"logits are not finite in rows {broken}")
-    edited = [r for r, one in enumerate(inputs) if _edits(one)]
-    drawn = [r for r, one in enumerate(inputs) if one.params.temperature > 0.0]
-    if not edited and not drawn and all(one.params.logprobs is None for one in inputs):
+    others = [r for r, one in enumerate(inputs) if not one.plain]
+    if not others:
         return [SampledToken(token) for token in token_ids]
+    edited = [r for r in others if _edits(inputs[r])]
+    drawn = [r for r in others if inputs[r].params.temperature > 0.0]
     raw = logits_RV.float()
     if edited or drawn:
         _choose(raw, inputs, edited, drawn, token_ids)
-    return _with_logprobs(raw, inputs, token_ids)
+    sampled = [SampledToken(token) for token in token_ids]
+    _add_logprobs(raw, inputs, [r for r in others if inputs[r].params.logprobs is not None], sampled)
+    return sampled
 
 
 def _choose(
@@ -61,7 +64,7 @@ def _choose(
     for r in edited:
         _edit(logits[place[r]], inputs[r])
     if len(drawn) < len(rows):
-        chosen = logits.argmax(dim=-1).tolist()
+        _, chosen = argmax(logits)
         for r in edited:
             token_ids[r] = chosen[place[r]]
     if not drawn:
@@ -74,13 +77,7 @@ def _choose(
 
 def _edits(one: SampleInput) -> bool:
     p = one.params
-    return bool(
-        one.banned_token_ids
-        or p.logit_bias
-        or p.repetition_penalty != 1.0
-        or p.presence_penalty != 0.0
-        or p.frequency_penalty != 0.0
-    )
+    return bool(one.banned_token_ids or p.logit_bias or p.penalises)
 
 
 def _edit(logits_V: torch.Tensor, one: SampleInput) -> None:
@@ -170,14 +167,14 @@ def _keep_nucleus(scaled_V: torch.Tensor, top_p: float) -> None:
     scaled_V[spare] = float("-inf")
 
 
-def _with_logprobs(raw: torch.Tensor, inputs: Sequence[SampleInput], token_ids: Sequence[int]) -> list[SampledToken]:
-    wanted = [r for r, one in enumerate(inputs) if one.params.logprobs is not None]
-    sampled = [SampledToken(token) for token in token_ids]
+def _add_logprobs(
+    raw: torch.Tensor, inputs: Sequence[SampleInput], wanted: list[int], sampled: list[SampledToken]
+) -> None:
     if not wanted:
-        return sampled
+        return
     logprobs = torch.log_softmax(raw[wanted], dim=-1)
     for row, r in zip(logprobs, wanted, strict=True):
         top = row.topk(min(inputs[r].params.logprobs or 0, len(row)))
         alternatives = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        sampled[r].logprob = Logprob(token_ids[r], float(row[token_ids[r]]), alternatives)
-    return sampled
+        token = sampled[r].token_id
+        sampled[r].logprob = Logprob(token, float(row[token]), alternatives)

@@ -208,15 +208,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             planes=self.kv_shape.planes,
         )
 
-    def check_tensor_parallel(self, tp_size: int) -> None:
+    def check_tensor_parallel(self, tp_size: int, name: str = "tensor parallel size") -> None:
         """Raises `InvalidArgument` unless the model can be cut into `tp_size` equal parts (KV heads may repeat)."""
         if self._fault_of(tp_size) is None:
             return
         most = max(layer.attention.num_heads for layer in self.layers)
         sizes = [str(n) for n in range(1, most + 1) if self._fault_of(n) is None]
-        raise InvalidArgument(
-            "tensor parallel size", tp_size, f"must {self._fault_of(tp_size)}", f"use one of {', '.join(sizes)}"
-        )
+        raise InvalidArgument(name, tp_size, f"must {self._fault_of(tp_size)}", f"use one of {', '.join(sizes)}")
 
     def _fault_of(self, tp_size: int) -> str | None:
         if tp_size < 1:

@@ -12,19 +12,18 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.ids import BlockId, SequenceKey
 from kvferry.runtime.kv.groups import one_group
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import build_model
-from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
+from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.model.loader import open_weights
 from kvferry.runtime.model.parallel import SingleRank
 from kvferry.runtime.model.runner import Runner
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.sequence import Sequence
-from kvferry.runtime.step import Row, StepPlan
-from kvferry.runtime.text.tokenizer import load_tokenizer
+from kvferry.runtime.speculation.acceptance import Draft
+from kvferry.runtime.step import Row, StepPlan, make_table
 
 MAX_CATCH_UP = 256
 """Tokens of known context that one step computes here, of all sequences together."""
@@ -36,7 +35,7 @@ class _Held:
     __slots__ = ("block_ids", "draft", "num_known")
 
     def __init__(self) -> None:
-        self.block_ids: list[BlockId] = []
+        self.block_ids = make_table()
         self.num_known = 0
         self.draft: list[int] = []
 
@@ -65,7 +64,7 @@ class DraftModel:
         """Least recently drafted first."""
         self._num_steps = 0
 
-    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Draft]:
         """Draws with the sequence's parameters, seed and position: target and draft race with the same noise, so that
         they agree more often than two draws would. Source: Daliri et al. 2024, drafter-invariant speculation.
         """
@@ -78,7 +77,7 @@ class DraftModel:
                 held.draft.append(drafts[i][-1])
                 rows.append(Row([drafts[i][-1]], length + len(held.draft) - 1, held.block_ids, 1))
             self._draw(rows, places, sequences, drafts)
-        return drafts
+        return [Draft(tokens) for tokens in drafts]
 
     def _catch_up(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int], drafts: list[list[int]]) -> list[int]:
         """Computes known tokens, and draws a first one behind those of which then none is lacking: their places."""
@@ -129,22 +128,7 @@ class DraftModel:
     def forget(self, key: SequenceKey) -> None:
         held = self._held.pop(key, None)
         if held is not None:
-            self._free += held.block_ids
-
-
-def check_draft(model: str, target: ModelFiles, target_spec: ModelSpec) -> None:
-    """Raises `InvalidArgument` unless the draft model's tokens are the target's, each by its name."""
-    files = resolve_model(model)
-    spec = load_spec(files)
-    way_out = "a draft model must share the model's vocabulary; take one of the same family"
-    if spec.vocab_size != target_spec.vocab_size:
-        raise InvalidArgument(
-            "draft_model", model, f"has {spec.vocab_size} tokens, the model {target_spec.vocab_size}", way_out
-        )
-    own, wanted = (load_tokenizer(f).raw.get_vocab(with_added_tokens=True) for f in (files, target))
-    if own != wanted:
-        name, place = next(item for item in sorted({*own.items()} ^ {*wanted.items()}))
-        raise InvalidArgument("draft_model", model, f"token {name!r} ({place}) is not the same in both", way_out)
+            self._free.extend(held.block_ids)
 
 
 def load_draft(model: str, dtype: str, block_size: int, num_blocks: int, device: torch.device) -> DraftModel:

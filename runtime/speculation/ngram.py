@@ -10,8 +10,9 @@ from collections.abc import Sequence as SequenceOf
 
 from kvferry.runtime.ids import SequenceKey
 from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.acceptance import Draft
 
-_SIZES = (4, 2)
+_SIZES = (4, 3, 2)
 """Lengths of what is looked up; the longer says more and goes first."""
 _SLOTS = 1 << 15
 """Places of one length's table; tokens of later positions take them from earlier ones."""
@@ -20,7 +21,7 @@ MAX_INDEXED_PER_STEP = 4096
 
 
 class NgramIndex:
-    """Where each n-gram of a growing sequence was last followed by another token. Bounded: two tables of 128 KiB."""
+    """Where each n-gram of a growing sequence was last followed by another token. Bounded: tables of 128 KiB."""
 
     def __init__(self) -> None:
         self._tables = {size: array("i", [0]) * _SLOTS for size in _SIZES}
@@ -36,17 +37,17 @@ class NgramIndex:
         self.num_indexed = end
         return end == len(tokens)
 
-    def draft(self, tokens: list[int], count: int) -> list[int]:
+    def draft(self, tokens: list[int], count: int) -> Draft:
         """Up to `count` tokens that may follow; none if nothing like the end of `tokens` stood there before."""
-        for size, table in self._tables.items():
+        for kind, (size, table) in enumerate(self._tables.items()):
             tail = tokens[-size:]
             position = table[hash(tuple(tail)) % _SLOTS]
             if position and tokens[position - size : position] == tail:
                 draft = tokens[position : position + count]
                 while len(draft) < count:  # it overlaps what is to come: a repetition goes on repeating
                     draft += draft[: count - len(draft)]
-                return draft
-        return []
+                return Draft(draft, kind)
+        return Draft([])
 
 
 class NgramProposer:
@@ -55,11 +56,12 @@ class NgramProposer:
     def __init__(self) -> None:
         self._indices: dict[SequenceKey, NgramIndex] = {}
 
-    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Draft]:
         drafts = []
         for sequence, count in zip(sequences, counts, strict=True):
-            index = self._indices.setdefault(sequence.key, NgramIndex())
-            drafts.append(index.draft(sequence.tokens, count) if index.extend(sequence.tokens) and count else [])
+            if (index := self._indices.get(sequence.key)) is None:
+                index = self._indices[sequence.key] = NgramIndex()
+            drafts.append(index.draft(sequence.tokens, count) if index.extend(sequence.tokens) and count else Draft([]))
         return drafts
 
     def forget(self, key: SequenceKey) -> None:

@@ -9,20 +9,18 @@ from typing import Protocol
 from kvferry.runtime.config import SpeculationConfig
 from kvferry.runtime.ids import SequenceKey
 from kvferry.runtime.sequence import Sequence
-from kvferry.runtime.speculation.acceptance import Record
+from kvferry.runtime.speculation.acceptance import Draft, Record
 from kvferry.runtime.speculation.cost import StepCost
 from kvferry.runtime.speculation.ngram import NgramProposer
 
 TRIAL_TOKENS = 4
 """Drafted by a sequence for which drafting did not pay, to see whether that has changed."""
-TRIAL_STEPS = 8
-"""From one such trial to the next, of whichever sequence."""
 
 
 class Proposer(Protocol):
     """Guesses how sequences go on. Keeps what it needs per sequence, bounded."""
 
-    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Draft]:
         """For each sequence at most `counts` tokens that may follow its `tokens`."""
         ...
 
@@ -39,47 +37,58 @@ class Speculator:
         self._max_tokens = max_tokens
         self._max_context = max_context
         self._clock = clock
+        self._all = Record()
         self._records: dict[SequenceKey, Record] = {}
         self._cost = StepCost()
-        self._steps_since_trial = 0
+        self._turn = 0
         self.spent_s = 0.0
         """On the last step's drafts."""
 
     def drafts(self, sequences: SequenceOf[Sequence], budget: int) -> list[list[int]]:
         """What to check behind each sequence's last token, together at most `budget` tokens.
 
+        As many are asked for as would be worth it if the proposer were sure, and cut when it has said how sure it is.
         No draft leads past a sequence's end: neither past its length, nor past a stop token, which is never drafted.
         """
-        counts = self._counts(sequences)
-        for i, count in enumerate(counts):
-            counts[i] = min(count, budget)
-            budget -= counts[i]
         begin = self._clock()
-        drafts = self._proposer.propose(sequences, counts)
-        self.spent_s = (self._clock() - begin) / 1e9
-        self._cost.observe_proposals(sum(map(len, drafts)), self.spent_s)
-        return [_before_stop(draft, s) for draft, s in zip(drafts, sequences, strict=True)]
-
-    def _counts(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        records = [self._records.setdefault(s.key, Record()) for s in sequences]
+        records = [self._records.get(s.key) or Record(self._all) for s in sequences]
+        for sequence, record in zip(sequences, records, strict=True):
+            self._records[sequence.key] = record
+            record.kind = 0
         longest = [max(0, min(self._max_tokens, s.num_left(self._max_context) - 1)) for s in sequences]
-        if self._cost.wants_plain_step:
-            return [0] * len(sequences)
-        counts = self._cost.lengths([record.rate for record in records], longest)
-        self._steps_since_trial += 1
-        for i, record in enumerate(records):
-            record.note(pays=counts[i] > 0)
-            if longest[i] and self._steps_since_trial >= TRIAL_STEPS and record.may_try():
-                counts[i] = min(longest[i], TRIAL_TOKENS)
-                self._steps_since_trial = 0
-        return counts
+        drafts = self._proposer.propose(sequences, self._lengths(records, longest, budget, self._cost.propose_s))
+        for record, draft in zip(records, drafts, strict=True):
+            record.kind = draft.kind
+        proposed = [_before_stop(draft.token_ids, s) for draft, s in zip(drafts, sequences, strict=True)]
+        lengths = self._lengths(records, [len(tokens) for tokens in proposed], budget, 0.0)
+        self.spent_s = (self._clock() - begin) / 1e9
+        self._cost.observe_proposals(len(sequences), sum(len(draft.token_ids) for draft in drafts), self.spent_s)
+        return [tokens[:length] for tokens, length in zip(proposed, lengths, strict=True)]
+
+    def _lengths(self, records: list[Record], longest: list[int], budget: int, propose_s: float) -> list[int]:
+        """Of drafts that are worth it; or of one that is not, to see whether that is still so."""
+        lengths = [0] * len(records)
+        able = [i for i, length in enumerate(longest) if length]
+        if not able or not self._cost.may_draft(len(records)):
+            return lengths
+        chances = [record.chances(length) for record, length in zip(records, longest, strict=True)]
+        lengths = self._cost.lengths(chances, propose_s)
+        if not any(lengths):
+            self._turn += 1
+            one = able[self._turn % len(able)]
+            count = min(longest[one], TRIAL_TOKENS)
+            lengths[one] = count if self._cost.may_lose(len(records), count, propose_s) else 0
+        for i, length in enumerate(lengths):
+            lengths[i] = min(length, budget)
+            budget -= lengths[i]
+        return lengths
 
     def judge(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         self._records[sequence.key].judge(num_drafted, num_accepted)
 
-    def observe_step(self, num_decodes: int, num_drafted: int, seconds: float) -> None:
+    def observe_step(self, num_decodes: int, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """A step without prefill took so long."""
-        self._cost.observe(num_decodes, num_drafted, seconds)
+        self._cost.observe(num_decodes, num_drafted, num_accepted, seconds)
 
     def forget(self, key: SequenceKey) -> None:
         self._records.pop(key, None)

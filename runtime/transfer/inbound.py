@@ -220,6 +220,17 @@ class Inbound:
         arrival.link_s += message.seconds
         self._settle(arrival)
 
+    def shorten(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        """These will not come; the transfer is complete without them. Idempotent; the unknown is ignored."""
+        arrival = self._arrivals.get((transfer_id, attempt))
+        if arrival is None or arrival.state is not TransferState.ACTIVE or arrival.ending:
+            return
+        for block_hash in lacking:
+            if (block_id := arrival.missing.pop(block_hash, None)) is not None:
+                self._store.abandon(block_id)
+        arrival.dirty |= bool(arrival.partial)  # of what was named wrongly some ranks may have staged a part
+        self._settle(arrival)
+
     def end(self, transfer_id: TransferId, attempt: int, reason: str) -> None:
         """The coordinator wants nothing more of it. Idempotent; unknown ids are ignored."""
         if arrival := self._arrivals.get((transfer_id, attempt)):

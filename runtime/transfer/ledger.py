@@ -2,6 +2,7 @@
 
     Inbound                                            Outbound
     expect ──▶ ACTIVE ──all sealed──▶ COMPLETE         send ──▶ ACTIVE ──all sent and reported──▶ forgotten
+      shorten ──┘└─ fewer are missing                       lacks ─┘└─ fewer are to be sent
                  │ end, link_down ──▶ FAILED                      │ end, link_down, expire, error
                  │ expire ──────────▶ EXPIRED                     ▼
                  ▼                                             ENDED ──in-flight messages reported──▶ forgotten

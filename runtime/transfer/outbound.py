@@ -12,7 +12,7 @@ from kvferry.runtime.step import Discard, Send
 from kvferry.runtime.transfer.ledger import MAX_REMEMBERED, NS, BlockStore, Counters, EndedTransfers, Key, require
 from kvferry.runtime.transfer.ticket import Sent, Ticket, TicketBlock, TransferEvent, TransferState
 
-_EVICTED = "blocks were evicted before they could be sent"
+_EVICTED = "its blocks were evicted before they could be sent"
 _UNWANTED = "no sequence goes on after its prompt"
 
 
@@ -43,15 +43,17 @@ class _Departure:
 class Outbound:
     """Called by the leader only. Every `Send` must be executed: its blocks stay pinned until all ranks report."""
 
-    def __init__(self, store: BlockStore, blocks_per_message: int) -> None:
+    def __init__(self, store: BlockStore, blocks_per_message: int, partial: bool) -> None:
+        """`partial`: of use is also what comes before blocks that are gone."""
         self._store = store
         self._blocks_per_message = blocks_per_message
+        self._partial = partial
         self._departures: dict[Key, _Departure] = {}
         self._current: dict[TransferId, int] = {}
         self._waiting: dict[BlockHash, set[Key]] = {}
         self._ended = EndedTransfers()
         self._discards: dict[Key, None] = {}
-        self._failures: list[TransferEvent] = []
+        self._news: list[TransferEvent] = []
         self._prefilled: OrderedDict[TransferId, bool] = OrderedDict()
         """Transfers whose prompt is computed, and whether a sequence goes on elsewhere."""
         self.counters = Counters()
@@ -81,8 +83,10 @@ class Outbound:
             self._waiting.setdefault(block_hash, set()).add(key)
         handed_over = self._prefilled.get(key[0])
         sends = [] if handed_over is False else self._plan(departure, list(departure.unsent))
-        if departure.unsent and (ticket.sealed_only or handed_over is not None):
-            self._fail(departure, _UNWANTED if handed_over is False else _EVICTED)
+        if handed_over is False and departure.unsent:
+            self._fail(departure, _UNWANTED)
+        elif ticket.sealed_only or handed_over is not None:
+            self._close(departure)
         else:
             self._settle(departure)
         return sends
@@ -94,7 +98,7 @@ class Outbound:
     def prefill_over(self, transfer_id: TransferId, handed_over: bool) -> None:
         """Its prompt is computed, or will not be.
 
-        A transfer that still lacks blocks has failed. So has one that no sequence needs: not even what is planned goes
+        What a transfer still lacks will not come. One that no sequence needs has failed: not even what is planned goes
         out.
         """
         self._prefilled[transfer_id] = handed_over
@@ -102,8 +106,12 @@ class Outbound:
             self._prefilled.popitem(last=False)
         attempt = self._current.get(transfer_id)
         departure = None if attempt is None else self._departures[transfer_id, attempt]
-        if departure is not None and (departure.unsent or not handed_over):
-            self._fail(departure, _EVICTED if handed_over else _UNWANTED)
+        if departure is None:
+            return
+        if handed_over:
+            self._close(departure)
+        else:
+            self._fail(departure, _UNWANTED)
 
     def sealed(self, hashes: list[BlockHash]) -> list[Send]:
         """Messages for blocks that have just become visible."""
@@ -198,26 +206,46 @@ class Outbound:
                 departure = self._departures[transfer_id, attempt]
                 departure.deadline_ns = max(departure.deadline_ns, now_ns + int(timeout_s * NS))
 
+    def _close(self, departure: _Departure) -> None:
+        """Nothing more of it will be sealed: what was found is sent, and the destination hears what it shall not await.
+
+        Parents outlive their children, so what was found is the beginning of the chain.
+        """
+        if departure.unsent and not (self._partial and departure.num_planned):
+            self._fail(departure, _EVICTED)
+            return
+        if departure.unsent and not departure.ended:
+            self._tell(departure, TransferState.ACTIVE, _EVICTED, list(departure.unsent))
+            self._want_no_more(departure)
+        self._settle(departure)
+
     def _fail(self, departure: _Departure, reason: str) -> None:
         """Ends a transfer for a reason that the destination cannot know of."""
         if not departure.ended:
-            transfer_id, attempt = departure.key
-            self._failures.append(
-                TransferEvent(
-                    transfer_id=transfer_id,
-                    attempt=attempt,
-                    state=TransferState.FAILED,
-                    reason=reason,
-                    begin_ns=departure.begin_ns,
-                )
-            )
+            self._tell(departure, TransferState.FAILED, reason, [])
         self._finish(departure)
 
-    def _finish(self, departure: _Departure) -> None:
-        """Sends no more; what is in flight stays pinned until the ranks have reported it."""
+    def _tell(self, departure: _Departure, state: TransferState, reason: str, lacking: list[BlockHash]) -> None:
+        transfer_id, attempt = departure.key
+        self._news.append(
+            TransferEvent(
+                transfer_id=transfer_id,
+                attempt=attempt,
+                state=state,
+                reason=reason,
+                begin_ns=departure.begin_ns,
+                lacking=lacking,
+            )
+        )
+
+    def _want_no_more(self, departure: _Departure) -> None:
         for block_hash in departure.unsent:
             self._forget_waiting(block_hash, departure.key)
         departure.unsent.clear()
+
+    def _finish(self, departure: _Departure) -> None:
+        """Sends no more; what is in flight stays pinned until the ranks have reported it."""
+        self._want_no_more(departure)
         if not departure.ended and departure.flights:
             self._discards[departure.key] = None  # ranks need not send what still queues
         departure.ended = True
@@ -232,9 +260,9 @@ class Outbound:
         self._ended.add(*departure.key)
 
     def take_events(self, now_ns: int) -> list[TransferEvent]:
-        """Transfers that failed on this side since the last call, stamped with now; the coordinator passes it on."""
-        failures, self._failures = self._failures, []
-        return [msgspec.structs.replace(event, end_ns=now_ns) for event in failures]
+        """What destinations must hear of since the last call, stamped with now; the coordinator passes it on."""
+        news, self._news = self._news, []
+        return [msgspec.structs.replace(event, end_ns=now_ns) for event in news]
 
     def take_discards(self) -> list[Discard]:
         """What ranks need not send any more; goes into the next step."""

@@ -8,7 +8,9 @@
         │                      │ Received (each rank)      │ Sent (each rank)
         │ ◀── TransferEvent ── │ seal, COMPLETE            │ unpin
 
-Terminal states: COMPLETE, FAILED, EXPIRED. After any of them the request goes on at the destination.
+A source that has lost the end of the chain sends what is left and tells (ACTIVE, `lacking`) what will not come; the
+coordinator passes it on. Terminal states: COMPLETE, FAILED, EXPIRED. After any of them the request goes on at the
+destination.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ LinkReport = Received | Sent | LinkDown
 
 
 class TransferEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A transfer ended at the destination."""
+    """A transfer ended at the destination, failed at its source, or goes on from there with less (`lacking`)."""
 
     transfer_id: TransferId
     attempt: int
@@ -132,3 +134,5 @@ class TransferEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """While its bytes flowed, without waiting for their prefill."""
     begin_ns: int = 0
     end_ns: int = 0
+    lacking: list[BlockHash] = []
+    """Blocks that the source will not send any more, though it sends others."""

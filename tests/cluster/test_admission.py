@@ -188,8 +188,8 @@ def test_a_resumed_sequence_goes_where_it_fits(toy: Any) -> None:
     small, large = (
         Member(toy.ManualPort(g, i, "decode", num_blocks=n), 0) for i, (g, n) in enumerate((("s", 5), ("l", 50)))
     )
-    assert admission.open_to(Demand(30, 1, 16), [small, large], {}, new=False) == [large]
-    assert admission.open_to(Demand(10, 1, 4), [small, large], {}, new=False) == [small, large]
+    assert admission.closed_to(Demand(30, 1, 16), [small, large], {}, new=False) == {small.peer}
+    assert admission.closed_to(Demand(10, 1, 4), [small, large], {}, new=False) == set()
 
 
 # ---------------------------------------------------------------- in the coordinator

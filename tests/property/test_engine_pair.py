@@ -84,6 +84,8 @@ class Pair:
         for event in side.step().transfers:
             if side is self.prefill and event.state is TransferState.FAILED:  # the coordinator passes it on
                 self.decode.engine.end_transfer(event.transfer_id, event.attempt, event.reason)
+            elif side is self.prefill and event.state is TransferState.ACTIVE:
+                self.decode.engine.shorten_transfer(event.transfer_id, event.attempt, event.lacking)
 
     def settle(self) -> None:
         for _ in range(400):

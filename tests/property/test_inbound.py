@@ -176,7 +176,12 @@ class InboundMachine(RuleBasedStateMachine):
     def receive(self, report: Received) -> None:
         key = report.transfer_id, report.attempt
         twin = self.twins.get(key)
+        before = self.ledger.counters.refused
         imports = self.ledger.received(report)
+        if self.ledger.counters.refused > before:
+            assert twin is not None
+            assert not set(report.block_ids) <= twin.wanted, "only what is not wanted is refused"
+            self.finish(twin, TransferState.FAILED)
         for planned in imports:
             assert twin is not None
             assert twin.over is None
@@ -239,6 +244,17 @@ class InboundMachine(RuleBasedStateMachine):
         twin = self.twins.get((transfer_id, attempt))
         if twin and twin.over is None:
             self.finish(twin, TransferState.FAILED)
+
+    @rule(transfer_id=IDS, newer=NEWER, last=st.integers(0, 4), luck=RARELY)
+    def shorten(self, transfer_id: TransferId, newer: int, last: int, luck: bool) -> None:
+        """The source has lost the end of the chain, or says so of what it is sending."""
+        attempt = max(1, self.attempts.get(transfer_id, 0) + newer - luck)
+        twin = self.twins.get((transfer_id, attempt))
+        lacking = [] if twin is None else twin.ticket.missing[last:]
+        self.ledger.shorten(transfer_id, attempt, [*(block.hash for block in lacking), BlockHash(b"x" * 16)])
+        if twin is not None and twin.over is None and twin.end is None:
+            twin.wanted -= {block.block_id for block in lacking} - twin.planned
+            twin.settle()
 
     @precondition(lambda self: self.planned or self.wire)
     @rule(source=st.sampled_from(SOURCES), luck=RARELY)

@@ -92,9 +92,8 @@ def test_attention(case: tuple[KVStorage, list[Row], int, Scoring, int]) -> None
     k_cache, v_cache = storage.layer(layer)
     for row in rows:  # what earlier steps have written
         for block, slot in places(row, layout.block_size, row.start):
-            for cache in (k_cache, v_cache):
-                random = torch.randn(heads, layout.head_dim, generator=generator).to(dtype)
-                cache[block, :, slot] = storage.format.pack(random)
+            random = torch.randn(2, heads, layout.head_dim, generator=generator).to(dtype)
+            k_cache[block, :, slot], v_cache[block, :, slot] = storage.format.pack(random)
     rows = [given_back(row, layout.block_size, scoring.window) for row in rows]
     with torch_alone():
         batch = make_batch(rows, storage)
@@ -102,7 +101,7 @@ def test_attention(case: tuple[KVStorage, list[Row], int, Scoring, int]) -> None
     q = torch.randn(num_tokens, heads * group, layout.head_dim, generator=generator).to(dtype)
     kv = torch.randn(num_tokens, 2 * heads, layout.head_dim, generator=generator).to(dtype)
     got = attend(batch, storage, layer, scoring, q, kv)
-    k_cache, v_cache = storage.format.unpack(k_cache), storage.format.unpack(v_cache)
+    k_cache, v_cache = storage.format.unpack(torch.stack((k_cache, v_cache)))
     q = storage.format.turn(q)
     assert not got.isnan().any()
     done, score = 0, (scoring.scale, scoring.softcap, scoring.window)
@@ -111,6 +110,7 @@ def test_attention(case: tuple[KVStorage, list[Row], int, Scoring, int]) -> None
         done = mine.stop
         assert batch.positions[mine].tolist() == list(range(row.start, row.start + len(row.token_ids)))
         expected = reference.paged_attention(q[mine], k_cache, v_cache, row.block_ids, row.start, *score)
+        expected = storage.format.turn(expected)
         torch.testing.assert_close(got[mine].double(), expected, rtol=0, atol=TOLERANCE[dtype])
     assert len(batch.sample_index) == sum(row.num_samples for row in rows)
 

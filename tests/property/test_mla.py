@@ -48,20 +48,26 @@ def test_both_forms_of_prefill(start: int, count: int, behind: int, seed: int) -
     torch.testing.assert_close(one.prefill(q, padded, start), expected, rtol=1e-4, atol=1e-5)
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=6), st.integers(0, 100))
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=6),
+    st.integers(0, 100),
+    st.sampled_from(["float32", "bfloat16"]),
+)
 @settings(max_examples=40, deadline=None)
-def test_from_blocks(spans: list[tuple[int, int]], seed: int) -> None:
-    """Guards against latents of other rows, layers or unfilled slots, in ragged batches of decode and prefill."""
+def test_from_blocks(spans: list[tuple[int, int]], seed: int, kv_dtype: str) -> None:
+    """Guards against latents of other rows, layers or unfilled slots, in ragged batches of decode and prefill; and
+    latents stored in another number format than is computed in.
+    """
     generator = torch.Generator().manual_seed(seed)
     one, width = heads(generator), RANK + ROTATED
-    layout = KVLayout(num_layers=3, num_kv_heads=1, head_dim=width, block_size=BLOCK, dtype="float32", planes=1)
-    storage = KVStorage(layout, 60, "cpu", poison=True)
+    layout = KVLayout(num_layers=3, num_kv_heads=1, head_dim=width, block_size=BLOCK, dtype=kv_dtype, planes=1)
+    storage = KVStorage(layout, 60, "cpu", dtype=torch.float32, poison=True)
     free = torch.randperm(60, generator=generator).tolist()
     rows, contexts = [], []
     for start, count in spans:
         table = [BlockId(free.pop()) for _ in range(-(-(start + count) // BLOCK))]
         rows.append(Row([0] * count, start, table, True))
-        latents = torch.randn((start + count, width), generator=generator)
+        latents = torch.randn((start + count, width), generator=generator).to(storage.blocks.dtype).float()
         contexts.append(latents)
         for position in range(start):
             storage.blocks[table[position // BLOCK], LAYER, 0, 0, position % BLOCK] = latents[position]
@@ -73,11 +79,11 @@ def test_from_blocks(spans: list[tuple[int, int]], seed: int) -> None:
     of = {id(row): latents for row, latents in zip(rows, contexts, strict=True)}
     new = torch.cat([of[id(row)][row.start :] for row in ordered])
     q = torch.randn((len(new), HEADS, KEY + ROTATED), generator=generator)
-    write_kv(storage.slots[LAYER], batch.gathers.write_index, new[:, None])
-    found, paged = batch.gathers.parts(None), storage.spans[LAYER]
-    parts = [one.decode(q[part.tokens], paged, part.rows) for part in found.decode]
+    write_kv(storage.slots[LAYER], batch.gathers.write_index, storage.format.pack(new)[:, None])
+    found, paged, stored = batch.gathers.parts(None), storage.spans[LAYER], storage.format
+    parts = [one.decode(q[part.tokens], paged, part.rows, stored) for part in found.decode]
     parts += [
-        one.prefill(q[part.tokens], gather_latents(paged, part.spans, part.gathered, width), part.start)
+        one.prefill(q[part.tokens], gather_latents(paged, part.spans, part.gathered, stored), part.start)
         for part in found.prefixed
     ]
     parts += [one.prefill(q[tokens], new[tokens], 0) for tokens in found.fresh]

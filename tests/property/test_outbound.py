@@ -29,10 +29,12 @@ pytestmark = pytest.mark.core
 class OutboundMachine(RuleBasedStateMachine):
     """`open`: per transfer, what may still be sent. A block is pinned once for each message that is in flight."""
 
+    partial = True
+
     def __init__(self) -> None:
         super().__init__()
         self.pool = FakePool(50)
-        self.ledger = Outbound(self.pool, blocks_per_message=2)
+        self.ledger = Outbound(self.pool, blocks_per_message=2, partial=self.partial)
         self.now = 0
         self.open: dict[Key, list[TicketBlock]] = {}
         self.deadlines: dict[Key, int] = {}
@@ -42,6 +44,7 @@ class OutboundMachine(RuleBasedStateMachine):
         self.num_planned: Counter[Key] = Counter()
         self.prefilled: dict[TransferId, bool] = {}
         self.failed: list[Key] = []
+        self.shortened: list[tuple[Key, list[BlockHash]]] = []
 
     def check(self, sends: list[Send], visible: set[BlockHash]) -> None:
         sent: Counter[Key] = Counter()
@@ -68,8 +71,11 @@ class OutboundMachine(RuleBasedStateMachine):
         skip=st.integers(0, 5),
         peer=st.sampled_from(SOURCES),
         long=st.booleans(),
+        sealed_only=st.booleans(),
     )
-    def send(self, transfer_id: TransferId, newer: int, chain: int, skip: int, peer: Peer, long: bool) -> None:
+    def send(
+        self, transfer_id: TransferId, newer: int, chain: int, skip: int, peer: Peer, long: bool, sealed_only: bool
+    ) -> None:
         attempt = max(1, self.attempts.get(transfer_id, 0) + newer)
         key = transfer_id, attempt
         blocks = [TicketBlock(i, h, BlockId(50 + i)) for i, h in enumerate(CHAINS[chain]) if i >= skip]
@@ -79,6 +85,7 @@ class OutboundMachine(RuleBasedStateMachine):
             destination=GroupAddress(peer, 1, b"f", []),
             missing=blocks[::-1],
             timeout_s=9.0 if long else 2.0,
+            sealed_only=sealed_only,
         )
         known = attempt <= self.attempts.get(transfer_id, 0)
         if not known:
@@ -91,8 +98,12 @@ class OutboundMachine(RuleBasedStateMachine):
         assert not (known and sends), "a repeated or older ticket sends nothing"
         unwanted = known or self.prefilled.get(transfer_id) is False
         self.check(sends, set() if unwanted else {b.hash for b in blocks} & self.pool.sealed.keys())
-        if not known and transfer_id in self.prefilled and self.open[key]:
+        if known or not self.open[key]:
+            return
+        if self.prefilled.get(transfer_id) is False:
             self.fail(key)
+        elif sealed_only or transfer_id in self.prefilled:
+            self.close(key)
 
     @rule(transfer_id=IDS, over=RARELY, handed_over=st.booleans())
     def prefill(self, transfer_id: TransferId, over: bool, handed_over: bool) -> None:
@@ -104,8 +115,10 @@ class OutboundMachine(RuleBasedStateMachine):
         self.ledger.prefill_over(transfer_id, handed_over)
         self.prefilled[transfer_id] = handed_over
         key = transfer_id, self.attempts.get(transfer_id, 0)
-        if self.open.get(key) or not handed_over:
+        if not handed_over:
             self.fail(key)
+        elif self.open.get(key):
+            self.close(key)
 
     @rule(chain=st.integers(0, 7), first=st.integers(0, 4), count=st.integers(1, 4), again=st.booleans())
     def sealed(self, chain: int, first: int, count: int, again: bool) -> None:
@@ -143,6 +156,14 @@ class OutboundMachine(RuleBasedStateMachine):
         key = (transfer_id, self.attempts.get(transfer_id, 0) + newer, seq)
         if key not in self.flying or rank not in (0, 1):
             self.ledger.sent(Sent(*key, rank, "broken"), 2)
+
+    def close(self, key: Key) -> None:
+        """Nothing more will be sealed: what is lacking is named, if there is anything else."""
+        if not (self.partial and self.num_planned[key]):
+            self.fail(key)
+            return
+        self.shortened.append((key, [block.hash for block in self.open[key]]))
+        self.open[key] = []
 
     def fail(self, key: Any) -> None:
         """For a reason that the destination cannot know: told once, unless the transfer is over."""
@@ -190,9 +211,14 @@ class OutboundMachine(RuleBasedStateMachine):
         alive = {key[0] for key in self.flying} | {key[0] for key, blocks in self.open.items() if blocks}
         assert self.ledger.ids() == sorted(alive)
         failed, self.failed = self.failed, []
+        shortened, self.shortened = self.shortened, []
         events = self.ledger.take_events(self.now)
-        assert sorted((event.transfer_id, event.attempt) for event in events) == sorted(failed)
-        assert all(event.state is TransferState.FAILED and event.reason for event in events)
+        ended = [event for event in events if event.state is TransferState.FAILED]
+        assert sorted((event.transfer_id, event.attempt) for event in ended) == sorted(failed)
+        goes_on = [event for event in events if event.state is TransferState.ACTIVE]
+        assert [((event.transfer_id, event.attempt), event.lacking) for event in goes_on] == shortened
+        assert len(ended) + len(goes_on) == len(events)
+        assert all(event.reason and bool(event.lacking) == (event in goes_on) for event in events)
         assert all(event.begin_ns <= event.end_ns == self.now for event in events)
         for discard in self.ledger.take_discards():
             assert not self.open.get((discard.transfer_id, discard.attempt)), "a live transfer must not be discarded"
@@ -207,5 +233,10 @@ class OutboundMachine(RuleBasedStateMachine):
         assert not self.pool.references
 
 
+class WholeOnlyMachine(OutboundMachine):
+    partial = False
+
+
 TestOutbound = OutboundMachine.TestCase
-TestOutbound.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestWholeOnly = WholeOnlyMachine.TestCase
+TestOutbound.settings = TestWholeOnly.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -126,8 +126,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.snapshots = [s for s in self.snapshots if s[0] != peer]
 
     def index_holds(self, peer: Peer) -> set[BlockHash]:
-        entries = self.index._peers.get(peer)
-        return set(entries.hashes) if entries else set()
+        return self.index.hashes(peer)
 
     @invariant()
     def sound(self) -> None:

@@ -46,7 +46,7 @@ class Leader:
         self.toy = ToyEngine(num_blocks=24, max_batch_tokens=7, name="here")
         self.tickets: list[Ticket] = []
         self.now_ns = NS
-        self.driver = EngineDriver(self.toy.engine, self._reply, lambda: self.now_ns)
+        self.driver = EngineDriver(self.toy.engine, self._reply, lambda _: None, lambda: self.now_ns)
 
     def _reply(self, _gateway: str, reply: Any) -> None:
         if isinstance(reply, m.Reply) and reply.ticket is not None:
@@ -83,6 +83,10 @@ class Leader:
                 return m.Renew([transfer_id], 1.0) if ticket is None else self._for_elsewhere(ticket, number)
             case "end":
                 return m.EndTransfer(transfer_id, number, "said so")
+            case "shorten":
+                ticket = self.tickets[number % len(self.tickets)] if self.tickets else None
+                hashes = [] if ticket is None else [block.hash for block in ticket.missing[number % 3 :]]
+                return m.ShortenTransfer(transfer_id, number, [*hashes, BlockHash(b"x" * 16)])
             case "renew":
                 return m.Renew([transfer_id, TransferId("unknown")], float(number))
             case "gone":
@@ -120,7 +124,21 @@ class Leader:
 
 
 KINDS = [
-    *("submit", "waits", "sends", "cancel", "expect", "ticket", "end", "renew", "gone", "received", "sent", "down"),
+    *(
+        "submit",
+        "waits",
+        "sends",
+        "cancel",
+        "expect",
+        "ticket",
+        "end",
+        "shorten",
+        "renew",
+        "gone",
+        "received",
+        "sent",
+        "down",
+    ),
     *("query", "close", "step", "step", "step"),
 ]
 

@@ -15,7 +15,7 @@ from kvferry.cluster.coordinator import Coordinator
 from kvferry.cluster.ends import Ends
 from kvferry.cluster.engine_driver import EngineDriver
 from kvferry.cluster.legs import Record
-from kvferry.cluster.prefix_index import PrefixIndex, _Entries
+from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.sim.runner import simulate
 from kvferry.cluster.transfers import Transfers
 from kvferry.runtime import scheduler
@@ -27,6 +27,7 @@ from kvferry.runtime.kv.table import TableKeeper
 from kvferry.runtime.speculation.acceptance import accept
 from kvferry.runtime.transfer.inbound import Inbound
 from kvferry.runtime.transfer.outbound import Outbound
+from kvferry.runtime.transfer.ticket import TransferState
 
 pytestmark = [pytest.mark.core, pytest.mark.sim]
 MAX_SEEDS = 2000
@@ -167,7 +168,7 @@ def index_ignores_gaps(patch: Patch) -> None:
     real = PrefixIndex.apply
 
     def apply(self: Any, peer: Any, seq: int, events: Any) -> bool:
-        entries = self._peers.setdefault(peer, _Entries())
+        entries = self._entries(peer)
         if seq > entries.seq + 1:
             entries.seq = seq - 1
         return real(self, peer, seq, events)
@@ -199,6 +200,19 @@ def fetches_are_waited_for_for_ever(patch: Patch) -> None:
     patch(Transfers, "renew", renew)
 
 
+def what_will_not_come_stays_leased(patch: Patch) -> None:
+    """Inbound ledger: blocks that a source cannot send any more are not waited for, and not given back either."""
+
+    def shorten(self: Any, transfer_id: Any, attempt: int, lacking: Any) -> None:
+        arrival = self._arrivals.get((transfer_id, attempt))
+        if arrival is not None and arrival.state is TransferState.ACTIVE and not arrival.ending:
+            for block_hash in lacking:
+                arrival.missing.pop(block_hash, None)
+            self._settle(arrival)
+
+    patch(Inbound, "shorten", shorten)
+
+
 def usage_counts_what_was_ferried(patch: Patch) -> None:
     """Record: what the decode leg found counts as cached, though prefill has computed it for the same request."""
     patch(Record, "note_cached", lambda self, event: setattr(self, "_num_cached", event.num_cached_tokens))
@@ -222,6 +236,7 @@ def usage_counts_what_was_ferried(patch: Patch) -> None:
         scheduler_accepts_one_token_too_many,
         driver_forgets_dead_gateways,
         fetches_are_waited_for_for_ever,
+        what_will_not_come_stays_leased,
         usage_counts_what_was_ferried,
     ],
 )

@@ -99,6 +99,7 @@ class ManualPort:
         self.cancelled: list[SequenceKey] = []
         self.tickets: list[Ticket] = []
         self.ended: list[TransferId] = []
+        self.shortened: list[tuple[TransferId, list[BlockHash]]] = []
         self.renewed: list[TransferId] = []
         self.gone: list[Peer] = []
         self.expects: list[tuple[ExpectRequest, asyncio.Future[Ticket]]] = []
@@ -127,6 +128,9 @@ class ManualPort:
 
     def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None:
         self.ended.append(transfer_id)
+
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        self.shortened.append((transfer_id, lacking))
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float) -> None:
         self.renewed += transfer_ids
@@ -242,6 +246,9 @@ class ToyGroup:
 
     def end_transfer(self, transfer_id: TransferId, attempt: int, reason: str) -> None:
         self._later(lambda: self._forget_transfer(transfer_id))
+
+    def shorten_transfer(self, transfer_id: TransferId, attempt: int, lacking: list[BlockHash]) -> None:
+        """Its peers here lose nothing."""
 
     def renew(self, transfer_ids: list[TransferId], timeout_s: float) -> None:
         def renewed() -> None:

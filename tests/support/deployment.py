@@ -31,9 +31,8 @@ def serve_config(model: str, **fields: Any) -> ServeConfig:
     parts: dict[str, Any] = {}
     for name, kind in homes.items():
         parts[name] = kind(**{f: fields.pop(f) for f in kind.__struct_fields__ if f in fields})
-    if "speculation" in fields:
-        parts["speculation"] = fields.pop("speculation")
-    engine = EngineConfig(dtype="float32", threads=1, **parts)
+    parts |= {name: fields.pop(name) for name in ("speculation", "quantization", "dtype") if name in fields}
+    engine = EngineConfig(**{"dtype": "float32", "threads": 1, **parts})
     return ServeConfig(model=model, port=0, engine=engine, **fields)
 
 

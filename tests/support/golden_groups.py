@@ -15,7 +15,15 @@ from kvferry.runtime.request import SamplingParams, SequenceRequest
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.links import Links
-from kvferry.runtime.transfer.ticket import ExpectRequest, GroupAddress, LinkReport, Received
+from kvferry.runtime.transfer.ticket import (
+    ExpectRequest,
+    GroupAddress,
+    LinkReport,
+    Received,
+    Ticket,
+    TransferEvent,
+    TransferState,
+)
 from tests.support.golden import BLOCK, Sequences
 
 NUM_BLOCKS, DEADLINE_S = 200, 60.0
@@ -60,6 +68,38 @@ class GoldenGroup:
         self.engine = Engine(config, self.kv, root, self.address, 512, self._execute)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
+        self.transfers: list[TransferEvent] = []
+
+    def submit(self, name: str, attempt: int, prompt: list[int], num_tokens: int, **leg: object) -> None:
+        greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0, ignore_eos=True)
+        request = SequenceRequest(
+            key=SequenceKey(RequestId(name), 0, attempt),
+            prompt_token_ids=prompt,
+            sampling=greedy,
+            eos_token_ids=[],
+            priority=0,
+            arrival_ns=0,
+            **leg,  # type: ignore[arg-type]
+        )
+        self.engine.submit(request, time.time_ns())
+
+    def expect(self, name: str, source: GroupAddress, prompt: list[int], sealed_only: bool = False) -> Ticket:
+        request = ExpectRequest(
+            transfer_id=TransferId(name),
+            attempt=1,
+            source=source,
+            token_ids=prompt,
+            cache_salt="",
+            timeout_s=DEADLINE_S,
+            sealed_only=sealed_only,
+        )
+        return self.engine.expect(request, time.time_ns())
+
+    def evict(self, count: int) -> None:
+        """The `count` blocks of the main group that nobody holds and that go first."""
+        pool = self.engine.pool
+        for block_id in pool.lease(len(pool.free_blocks()) + count):
+            pool.release(block_id)
 
     def _execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
         def one(rank: int) -> StepResult:
@@ -77,7 +117,9 @@ class GoldenGroup:
             if isinstance(report, Received):
                 self.num_received_bytes[report.rank] += report.num_bytes
             self.engine.report(report)
-        for event in self.engine.step(time.time_ns()).tokens:
+        output = self.engine.step(time.time_ns())
+        self.transfers += output.transfers
+        for event in output.tokens:
             assert event.error_label is None, event.error_message
             name = event.key.request_id
             if event.token_id is not None:
@@ -96,32 +138,10 @@ class GoldenGroup:
 def ferry(source: GoldenGroup, destination: GoldenGroup, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """What a coordinator does: prefill and the first token at the source, all others at the destination."""
 
-    def submit(group: GoldenGroup, name: str, attempt: int, prompt: list[int], **leg: object) -> None:
-        greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=0, ignore_eos=True)
-        request = SequenceRequest(
-            key=SequenceKey(RequestId(name), 0, attempt),
-            prompt_token_ids=prompt,
-            sampling=greedy,
-            eos_token_ids=[],
-            priority=0,
-            arrival_ns=0,
-            **leg,  # type: ignore[arg-type]
-        )
-        group.engine.submit(request, time.time_ns())
-
     names = {f"r{i}": prompt for i, prompt in enumerate(prompts)}
     for name, prompt in names.items():
-        transfer_id = TransferId(name)
-        expect = ExpectRequest(
-            transfer_id=transfer_id,
-            attempt=1,
-            source=source.address,
-            token_ids=prompt,
-            cache_salt="",
-            timeout_s=DEADLINE_S,
-        )
-        submit(source, name, 1, prompt, handoff_after=1, sends_transfer_id=transfer_id)
-        source.engine.send(destination.engine.expect(expect, time.time_ns()), time.time_ns())
+        source.submit(name, 1, prompt, num_tokens, handoff_after=1, sends_transfer_id=TransferId(name))
+        source.engine.send(destination.expect(name, source.address, prompt), time.time_ns())
     handed: set[str] = set()
     until = time.monotonic() + DEADLINE_S
     while len(destination.ended) < len(names):
@@ -129,7 +149,34 @@ def ferry(source: GoldenGroup, destination: GoldenGroup, prompts: list[list[int]
         source.step()
         for name in source.ended.keys() - handed:
             handed.add(name)
-            first = source.tokens[name]
-            submit(destination, name, 2, names[name], output_token_ids=list(first), transfer_id=TransferId(name))
+            leg = {"output_token_ids": list(source.tokens[name]), "transfer_id": TransferId(name)}
+            destination.submit(name, 2, names[name], num_tokens, **leg)
         destination.step()
     return [source.tokens[name] + destination.tokens[name] for name in names]
+
+
+def fetch(
+    source: GoldenGroup, destination: GoldenGroup, prompt: list[int], num_lost: int, num_tokens: int
+) -> list[int]:
+    """What a coordinator does: the destination gets what the source has left of a prompt, and computes the rest."""
+    until = time.monotonic() + DEADLINE_S
+    source.submit("before", 1, prompt, 1)
+    while "before" not in source.ended:
+        assert time.monotonic() < until
+        source.step()
+    source.evict(num_lost)
+    usable = prompt[: (len(prompt) - 1) // BLOCK * BLOCK]
+    ticket = destination.expect("r", source.address, usable, sealed_only=True)
+    destination.submit("r", 1, prompt, num_tokens, transfer_id=TransferId("r"))
+    source.engine.send(ticket, time.time_ns())
+    while "r" not in destination.ended:
+        assert time.monotonic() < until, "the rest is not computed"
+        source.step()
+        for event in source.transfers:
+            if event.state is TransferState.ACTIVE:
+                destination.engine.shorten_transfer(event.transfer_id, event.attempt, event.lacking)
+            else:
+                destination.engine.end_transfer(event.transfer_id, event.attempt, event.reason)
+        source.transfers.clear()
+        destination.step()
+    return destination.tokens["r"]

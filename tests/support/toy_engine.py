@@ -6,6 +6,7 @@ same of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.reports import StepOutput
 from kvferry.runtime.request import SamplingParams, SequenceRequest
 from kvferry.runtime.sequence import Sequence
+from kvferry.runtime.speculation.acceptance import Draft
 from kvferry.runtime.speculation.speculator import Proposer
 from kvferry.runtime.step import Row, SampledToken, SampleInput, Send, StepPlan, StepResult
 from kvferry.runtime.transfer.ticket import GroupAddress, RankAddress
@@ -102,9 +104,9 @@ class ToyProposer:
         self.wrong, self.window = wrong, window
         self.known: set[SequenceKey] = set()
 
-    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[list[int]]:
+    def propose(self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> list[Draft]:
         self.known |= {s.key for s in sequences}
-        return [self._guess(s, count) for s, count in zip(sequences, counts, strict=True)]
+        return [Draft(self._guess(s, count)) for s, count in zip(sequences, counts, strict=True)]
 
     def _guess(self, sequence: Sequence, count: int) -> list[int]:
         tokens = list(sequence.tokens)
@@ -161,12 +163,15 @@ class ToyEngine:
         num_window_blocks: int | None = None,
         speculation: int = 0,
         proposer: Proposer | None = None,
+        step_ns: Callable[[int], int] | None = None,
         **scheduler: Any,
     ) -> None:
+        """`step_ns`: what a step of so many tokens takes; if not given, as long whatever is in it."""
         self.kv = toy_groups(num_blocks, block_size, window, num_window_blocks)
         self.address = toy_address(name, kv=self.kv)
         self.runner = ToyRunner(self.kv)
         self.clock = Ticks()
+        self._step_ns = step_ns
         config = EngineConfig(
             cache=CacheConfig(block_size=block_size, num_blocks=num_blocks),
             scheduler=SchedulerConfig(**scheduler),
@@ -179,7 +184,7 @@ class ToyEngine:
             ROOT,
             self.address,
             1 << 20,
-            self._execute if speculation else self.runner.execute,
+            self._execute if speculation or step_ns else self.runner.execute,
             self.clock,
             proposer,
         )
@@ -187,8 +192,8 @@ class ToyEngine:
         self.ends: dict[SequenceKey, str] = {}
 
     def _execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
-        """Takes long beside what a proposer takes, and as long whatever is in it: so drafting pays, always."""
-        self.clock.now_ns += 1_000_000
+        """Takes long beside what a proposer takes: so drafting pays, always, unless `step_ns` says otherwise."""
+        self.clock.now_ns += self._step_ns(plan.num_tokens) if self._step_ns else 1_000_000
         return self.runner.execute(plan, samples)
 
     def drafted(self) -> tuple[int, int]:

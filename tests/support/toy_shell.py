@@ -134,6 +134,9 @@ class ToyEngine:
             event = TransferEvent(transfer_id=transfer_id, attempt=attempt, state=TransferState.FAILED, reason=reason)
             self.events.transfers.append(event)
 
+    def shorten_transfer(self, transfer_id: Any, attempt: int, lacking: list[Any]) -> None:
+        self.calls.append(("shorten_transfer", transfer_id, attempt, lacking))
+
     def renew(self, ids: list[Any], timeout_s: float, now_ns: int) -> None:
         self.calls.append(("renew", tuple(ids), timeout_s))
 
@@ -149,7 +152,7 @@ class ToyEngine:
     def next_deadline_ns(self) -> int | None:
         return self.deadline_ns
 
-    def step(self, now_ns: int) -> StepOutput:
+    def step(self, now_ns: int, on_evicted: Any = None) -> StepOutput:
         self.num_steps += 1
         self.deadline_ns = None
         out, self.events = self.events, StepOutput([], [], [], [])

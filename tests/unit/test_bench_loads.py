@@ -24,6 +24,11 @@ def stats() -> Any:
     return _import("stats")
 
 
+@pytest.fixture(scope="module")
+def report() -> Any:
+    return _import("report")
+
+
 def _import(name: str) -> Any:
     """The scripts import each other from their own folder, so that is how they are imported here."""
     import importlib
@@ -86,3 +91,13 @@ def test_gaps_of_tokens_that_arrive_together(stats: Any) -> None:
 def test_middle(stats: Any) -> None:
     """The spread must show the extremes, not only the median's neighbours."""
     assert stats.middle([3.0, 1.0, 2.0]) == stats.Middle(2.0, 1.0, 3.0)
+
+
+def test_a_section_takes_its_own_place(report: Any) -> None:
+    """A second run must not append a second table, nor eat the sections after its own."""
+    text = "# All\n\n## One\n\nold\n\n## Two\n\nkept\n"
+    one = report.Section("One", ("a", "b"), [("x", "1")])
+    once = report.with_sections(text, [one])
+    assert once == "# All\n\n## One\n\n| a | b |\n| --- | ---: |\n| x | 1 |\n\n## Two\n\nkept\n"
+    assert report.with_sections(once, [one]) == once
+    assert report.with_sections("# All\n", [one]).count("## One") == 1

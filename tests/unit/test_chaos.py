@@ -341,7 +341,9 @@ def test_what_stands_below_the_table() -> None:
     for part in ("r (case 3) at token 17: w", "bfloat16", "float32", "1 stop", "audit: x", "and 20 more"):
         assert part in text, part
     assert len(text.splitlines()) < 20
-    assert "bfloat16" not in "\n".join(lines(make_report(log, [kept(0, 1)], [], FACTS)))
+    assert "rounds" not in "\n".join(lines(make_report(log, [kept(0, 1)], [], FACTS)))
+    steps = "\n".join(lines(make_report(log, streams, [], FACTS)))
+    assert "stores KV as int8, int4 or fp8" in steps, "in float32, a quantised cache makes rounding larger"
 
 
 @pytest.mark.parametrize("percent", [0, 37, 50, 99, 100])

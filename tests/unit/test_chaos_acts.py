@@ -277,6 +277,18 @@ async def test_a_cut_breaks_the_streams_of_one_proxy_only() -> None:
             assert (await again.model()).model == "toy"
 
 
+async def test_a_new_client_has_a_connection_of_its_own() -> None:
+    """gRPC shares connections within a process: who makes a client anew after a break may get the broken one again."""
+    async with (
+        serving(ToyService()) as target,
+        CuttableProxy(target) as proxy,
+        AsyncClient(proxy.address) as one,
+        AsyncClient(proxy.address) as other,
+    ):
+        await asyncio.gather(one.model(), other.model())
+        assert proxy.cut() == 2
+
+
 # ---------------------------------------------------------------- signals
 @pytest.fixture
 def worker() -> Iterator[subprocess.Popen[bytes]]:

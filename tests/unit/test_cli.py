@@ -57,7 +57,7 @@ OPTIONS = {
     "restart": {"rolling"} | SERVER,
     "plan": {
         *("device-memory", "device", "tp", "context", "link", "dtype", "block-size", "kv-memory", "quantization"),
-        *("max-batch-tokens", "max-sequences", "kv", "json"),
+        *("max-batch-tokens", "max-sequences", "kv-dtype", "json"),
     },
     "sim": {"seed", "seeds", "minutes", "shrink", "trace"},
     "version": set(),

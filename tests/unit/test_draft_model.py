@@ -12,9 +12,10 @@ import pytest
 from kvferry.runtime.config import SpeculationConfig
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.model.files import load_spec, resolve_model
+from kvferry.runtime.model.fit import check_draft
 from kvferry.runtime.sequence import Sequence
 from kvferry.runtime.speculation import draft
-from kvferry.runtime.speculation.draft import DraftModel, check_draft
+from kvferry.runtime.speculation.draft import DraftModel
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from tests.support.tiny_model import save_tiny_model
 from tests.support.toy_engine import ToyRunner, toy_groups, toy_output, toy_request
@@ -37,6 +38,10 @@ class Toy:
         return self.runner.execute(plan, list(samples))
 
 
+def propose(toy: Toy, sequences: list[Sequence], counts: list[int]) -> list[list[int]]:
+    return [draft.token_ids for draft in toy.model.propose(sequences, counts)]
+
+
 def sequence(name: str, tokens: list[int]) -> Sequence:
     return Sequence(toy_request(name, tokens, 100), b"", [], 0, 0)
 
@@ -45,9 +50,9 @@ def test_draft_follows_a_sequence_that_goes_another_way() -> None:
     """Fault: KV of drafted tokens that the model did not draw is taken for the sequence's."""
     toy, one = Toy(), sequence("r", [1, 2, 3, 4, 5])
     for step in range(20):
-        (guess,) = toy.model.propose([one], [4])
+        (guess,) = propose(toy, [one], [4])
         assert guess == toy_output(one.tokens, 4)
-        assert toy.model.propose([one], [2]) == [guess[:2]], "asked again before anything came of it"
+        assert propose(toy, [one], [2]) == [guess[:2]], "asked again before anything came of it"
         one.tokens += [*guess[: step % 5], (step * 7) % 50] if step % 3 else guess[:3]
 
 
@@ -59,7 +64,7 @@ def test_long_context_is_caught_up_within_bounds(monkeypatch: pytest.MonkeyPatch
     lengths = []
     for _ in range(5):
         before = len(toy.runner.plans)
-        lengths.append([len(d) for d in toy.model.propose(both, [2, 2])])
+        lengths.append([len(d) for d in propose(toy, both, [2, 2])])
         assert toy.runner.plans[before].num_tokens <= 30
     assert lengths[:2] == [[0, 0], [2, 0]]
     assert lengths[-1] == [2, 2]
@@ -70,9 +75,9 @@ def test_memory_is_bounded_and_given_back() -> None:
     toy = Toy(num_blocks=8)
     many = [sequence(f"r{i}", [i] * 10) for i in range(6)]
     for one in many:
-        (guess,) = toy.model.propose([one], [3])
+        (guess,) = propose(toy, [one], [3])
         assert guess == toy_output(one.tokens, 3)
-    guesses = toy.model.propose(many, [3] * 6)
+    guesses = propose(toy, many, [3] * 6)
     assert [len(guess) for guess in guesses] == [3, 3, 0, 0, 0, 0], "those of one step do not take from each other"
     for one in many:
         toy.model.forget(one.key)
@@ -81,7 +86,7 @@ def test_memory_is_bounded_and_given_back() -> None:
 
 def test_context_of_the_draft_model_is_respected() -> None:
     toy = Toy(num_blocks=80)
-    assert toy.model.propose([sequence("r", [1] * 198)], [3]) == [[]]
+    assert propose(toy, [sequence("r", [1] * 198)], [3]) == [[]]
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,7 @@ def test_message_that_the_engine_refuses_costs_only_itself(rig: Rig, monkeypatch
 def test_broken_engine_ends_the_process(rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Fault: continue and hope."""
 
-    def fail(now_ns: int) -> None:
+    def fail(now_ns: int, _: Any) -> None:
         raise error
 
     monkeypatch.setattr(rig.engine, "step", fail)
@@ -212,7 +212,7 @@ def test_stuck_engine_is_seen_as_silent(rig: Rig, monkeypatch: pytest.MonkeyPatc
     entered, release = threading.Event(), threading.Event()
     real_step = rig.engine.step
 
-    def hang(now_ns: int) -> Any:
+    def hang(now_ns: int, _: Any) -> Any:
         entered.set()
         release.wait(5)
         return real_step(now_ns)

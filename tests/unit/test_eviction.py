@@ -124,14 +124,16 @@ def test_policies_on_a_trace(bench: Any) -> None:
     assert rate["tight", "lru"] < 0.9 * best, "the tight pool is not tight"
 
 
-def test_the_router_knows_what_groups_will_find(bench: Any) -> None:
-    """Expectations that count blocks which are not there, or not those that are fetched.
+@pytest.mark.parametrize(("seed", "num_conversations"), [(0, 60), (3, 24)])
+def test_the_router_knows_what_groups_will_find(bench: Any, seed: int, num_conversations: int) -> None:
+    """Expectations that count blocks which are not there, or not those that are fetched; all lost for want of a few.
 
-    The run of docs/benchmarks.md; a burst can do worse (91% of what was expected with seed 3 and 24 conversations).
+    The runs of docs/benchmarks.md. Of the second, 91% was found before a source sent what it had left, and told early
+    what it evicts.
     """
-    rows = {row["fetch"]: row for row in bench.measure_routing(0, 60)}
+    rows = {row["fetch"]: row for row in bench.measure_routing(seed, num_conversations)}
     for row in rows.values():
-        assert 0.95 < row["found_of_expected"] <= 1.0
+        assert 0.98 < row["found_of_expected"] <= 1.0
         assert row["hit_rate"] <= row["expected_rate"]
         assert row["of_best"] <= 1.0
     assert rows["auto"]["hit_rate"] >= rows["never"]["hit_rate"]

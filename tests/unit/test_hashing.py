@@ -27,3 +27,14 @@ def test_parent_matters() -> None:
     root = hash_root({"model": "m"})
     first, second = hash_chain(root, [7] * 32, 16)
     assert first != second
+
+
+def test_a_chain_is_its_blocks_hashed_one_after_the_other() -> None:
+    """The chain packs all tokens at once; the engine, which seals block by block, must find the same names."""
+    root = hash_root({"model": "m"})
+    for num_tokens in (0, 1, 15, 16, 17, 64, 100):
+        tokens, parent, hashes = [7 * i % 2**32 for i in range(num_tokens)], None, []
+        for start in range(0, num_tokens - 15, 16):
+            parent = hash_block(root, parent, tokens[start : start + 16])
+            hashes.append(parent)
+        assert hash_chain(root, tokens, 16) == hashes

@@ -95,6 +95,13 @@ def test_quantised_weights(tmp_path: Path) -> None:
         assert one.weight_bytes == pytest.approx(2 * rest + (PARAMETERS_70B - rest) * per_weight, rel=0.003)
 
 
+def test_one_name_for_one_option(tmp_path: Path) -> None:
+    """`serve` calls it --kv-dtype: who has tried one of them should not have to look up the other."""
+    short, long = (plan(tmp_path, LLAMA3_70B, "--tp", "4", name, "int8") for name in ("--kv", "--kv-dtype"))
+    assert short == long
+    assert short.kv_format == "int8"
+
+
 def test_larger_steps_need_more_memory(tmp_path: Path) -> None:
     """An option that is read and ignored."""
     usual = plan(tmp_path, LLAMA_7B)

@@ -44,8 +44,12 @@ class MarkovEngine:
             for i in range(row.num_samples):
                 tokens = row.token_ids[: len(row.token_ids) - row.num_samples + 1 + i]
                 one = next(inputs)
-                history = [*one.prompt_token_ids, *one.output_token_ids]
+                sequence = self.engine.scheduler.get(one.key)
+                assert sequence is not None
+                history = [*sequence.tokens, *row.draft[:i]]
                 assert history[-len(tokens) :] == tokens, "history and row disagree"
+                if one.params.penalises:
+                    assert history == [*one.prompt_token_ids, *one.output_token_ids], "the sampler sees another history"
                 wanted.append(LOGITS[history[-2], history[-1]])
         return StepResult(sample(torch.stack(wanted), samples) if wanted else [])
 

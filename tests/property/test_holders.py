@@ -1,0 +1,124 @@
+"""The table of holders against a plain dict of sets."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.cluster import holders
+from kvferry.cluster.holders import HolderTable, bits, longest_runs
+from kvferry.runtime.ids import BlockHash
+
+pytestmark = pytest.mark.core
+
+HASHES = [BlockHash(bytes([first]) * 8 + bytes(7) + bytes([last])) for first in (0, 1, 255) for last in range(6)]
+"""Some that differ only in their last byte."""
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Faults guarded against: a bit given to a new holder while blocks of the old one are left, a removal that takes
+    another holder's block along, blocks that nobody holds kept for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = HolderTable()
+        self.truth: dict[int, set[BlockHash]] = {}
+        self.num_retired = 0
+
+    blocks = st.lists(st.sampled_from(HASHES), max_size=20)
+
+    def pick(self, data: st.DataObject) -> int | None:
+        return data.draw(st.sampled_from(sorted(self.truth))) if self.truth else None
+
+    @rule()
+    def comes(self) -> None:
+        bit = self.table.new_holder()
+        assert bit.bit_count() == 1
+        assert bit not in self.truth
+        assert not set(self.table.held(bit)), "a newcomer holds what another held"
+        self.truth[bit] = set()
+
+    @rule(data=st.data())
+    def goes(self, data: st.DataObject) -> None:
+        if bit := self.pick(data):
+            del self.truth[bit]
+            self.table.retire(bit)
+            self.num_retired += 1
+
+    @rule(data=st.data(), hashes=blocks)
+    def adds(self, data: st.DataObject, hashes: list[BlockHash]) -> None:
+        if bit := self.pick(data):
+            added = self.table.add(bit, hashes)
+            assert len(added) == len(set(added))
+            assert set(added) == set(hashes) - self.truth[bit]
+            self.truth[bit] |= set(hashes)
+
+    @rule(data=st.data(), hashes=blocks)
+    def discards(self, data: st.DataObject, hashes: list[BlockHash]) -> None:
+        if bit := self.pick(data):
+            removed = self.table.discard(bit, hashes)
+            assert len(removed) == len(set(removed))
+            assert set(removed) == set(hashes) & self.truth[bit]
+            self.truth[bit] -= set(hashes)
+            assert self.table.missing(bit, HASHES) == [h for h in HASHES if h not in self.truth[bit]]
+
+    @rule(budget=st.integers(1, 300))
+    def sweeps(self, budget: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holders, "SWEPT_PER_CALL", budget)
+            self.table.sweep()
+
+    @invariant()
+    def holds_the_truth(self) -> None:
+        self.table.check_invariants()
+        for bit, truth in self.truth.items():
+            assert set(self.table.held(bit)) == truth
+
+    def teardown(self) -> None:
+        """Two whole rounds leave nothing of those that went, and their bits come again."""
+        for _ in range(2 * holders.NUM_SHARDS + 2):
+            self.table.sweep()
+        assert sum(map(len, self.table.shards)) == len(set().union(*self.truth.values()))
+        assert self.table.new_holder() <= 1 << len(self.truth)
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_equal_sets_are_one_object() -> None:
+    """Fault: an integer of its own for each block, which costs more than the rest of its entry."""
+    table = HolderTable()
+    holders_of = [table.new_holder() for _ in range(70)]
+    for bit in holders_of:
+        table.add(bit, HASHES)
+    assert len({id(found) for shard in table.shards for found in shard.values()}) == 1
+
+
+def test_growth_keeps_all() -> None:
+    """Thousands of blocks come, half of them go, others come: nothing lost, nothing left over."""
+    table, truth = HolderTable(), set[BlockHash]()
+    bit = table.new_holder()
+    for i in range(20_000):
+        block_hash = BlockHash((i * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") * 2)
+        table.add(bit, [block_hash])
+        truth.add(block_hash)
+        if i % 2:
+            table.discard(bit, [block_hash])
+            truth.remove(block_hash)
+    assert set(table.held(bit)) == truth
+    table.check_invariants()
+
+
+@given(sets=st.lists(st.integers(0, 7), max_size=12), num_window=st.integers(1, 14))
+@settings(max_examples=300)
+def test_longest_runs_are_those_of_every_length_tried(sets: list[int], num_window: int) -> None:
+    naive = {}
+    for bit in (1, 2, 4):
+        ends = [n for n in range(1, len(sets) + 1) if all(s & bit for s in sets[max(0, n - num_window) : n])]
+        naive |= {bit: ends[-1]} if ends else {}
+    assert longest_runs(sets, num_window) == naive
+
+
+def test_bits_are_lowest_first() -> None:
+    assert list(bits(0b1011 << 70)) == [1 << 70, 1 << 71, 1 << 73]
