@@ -31,10 +31,11 @@ class ChaosCommand:
     middle of their answers. At the end: a table of the faults that were observed and what each kind cost, and an
     audit. Exit code 0: nothing failed, nothing changed, nothing was left behind. Ctrl-C ends early, with the table.
 
-    Use a deployment with --quantization int8 or int4, or with --dtype float32 and --kv-dtype auto. In bfloat16 or
-    float16, or with a quantised KV cache alone, a request that is resumed is computed in other batches, rounds
-    differently, and may legitimately go on with another word; such differences are reported with the position of the
-    first token that differs.
+    On CPUs with the compiled kernels and one tensor-parallel size for all groups, a plain model's answers must not
+    change at all. Elsewhere use a deployment with --dtype float32 and --kv-dtype auto: in bfloat16 or float16, or with
+    a quantised KV cache, a request that is resumed is computed in other batches, rounds differently, and may
+    legitimately go on with another word; such differences are reported with the position of the first token that
+    differs.
 
     Workers are signalled only on this machine and only if they belong to you; the server itself is never signalled.
     Connections between workers are not cut: Linux has no way to that without privileges or extra tools.

@@ -221,15 +221,18 @@ def lines(report: Report) -> list[str]:
 
 
 def _rounding(dtype: str) -> str:
-    steady = "compare with a deployment of --quantization int8, or of --dtype float32 --kv-dtype auto"
+    where = (
+        "if the deployment has no compiled CPU kernels, a model that they do not compute whole, or groups of different"
+    )
+    steady = "compare with a deployment of --dtype float32 --kv-dtype auto"
     if dtype == "float32":
         return (
-            "if the deployment stores KV as int8, int4 or fp8, other batches may store the next step of a number, and "
-            f"answers may part without anybody's fault; {steady}"
+            f"{where} tensor-parallel sizes, and stores KV as int8, int4 or fp8, other batches may store the next step "
+            f"of a number, and answers may part without anybody's fault; {steady}"
         )
     return (
-        f"if the deployment computes in {dtype} with unquantised weights, other batches round differently there, and "
-        f"answers may part without anybody's fault; {steady}"
+        f"{where} tensor-parallel sizes, other batches round differently in {dtype}, and answers may part without "
+        f"anybody's fault; {steady}"
     )
 
 
