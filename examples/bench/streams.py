@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stats import percentile, token_gaps
@@ -49,7 +49,7 @@ Ask = Callable[[list[int], int], Awaitable[Answer]]
 """Prompt and how many tokens to generate: greedy, regardless of end-of-sequence tokens."""
 
 
-async def closed_loop(ask: Ask, prompts: Sequence[list[int]], concurrency: int, max_tokens: int) -> list[Answer]:
+async def closed_loop(ask: Ask, prompts: Iterable[list[int]], concurrency: int, max_tokens: int) -> list[Answer]:
     """`concurrency` clients, each of which sends its next request when its last one is answered."""
     left = iter(prompts)
     answers: list[Answer] = []

@@ -78,6 +78,10 @@ class GGUFFile:
         with contextlib.suppress(BufferError):  # a view, say in a traceback, still lives: unmapped with the last one
             self._map.close()
 
+    def release(self) -> None:
+        """Gives back the pages read so far, which count as this process's memory; they are read again when needed."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def header(self) -> bytes:
         """All bytes before the data."""
         return self._map[: self._data_start]

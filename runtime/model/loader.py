@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from safetensors import safe_open
 
 from kvferry.runtime.errors import CorruptModel
 from kvferry.runtime.model.families import hf_source, renamed
 from kvferry.runtime.model.files import ModelFiles
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.gguf_model import gguf_source
+from kvferry.runtime.model.mapped_file import MappedFile
 from kvferry.runtime.model.parts import Source, Spelling, part_shapes
 from kvferry.runtime.model.safetensors_file import read_folder
 from kvferry.runtime.model.spec import ModelSpec
@@ -33,6 +33,8 @@ Progress = Callable[[int, int], None]
 """Called with (parameters read, parameters in all); a tensor counts once and wholly, however much of it was read."""
 CHUNK_ELEMENTS = 1 << 20
 """Elements dequantised at once: 4 MiB of float32, which stays in cache."""
+MAP_BYTES = 1 << 20
+"""Smaller parts are copied: they would keep whole pages."""
 
 
 class Weights(Protocol):
@@ -44,7 +46,7 @@ class Weights(Protocol):
     def get(
         self, part: str, dtype: torch.dtype, dim: int | None = None, start: int = 0, stop: int | None = None
     ) -> torch.Tensor:
-        """A contiguous tensor of its own. With `dim` (0 or 1): only `[start, stop)` of that dimension is read.
+        """A contiguous tensor, not to be written to. With `dim` (0 or 1): only `[start, stop)` of that dimension.
 
         Raises `CorruptModel` for a part that the model does not have.
         """
@@ -123,14 +125,16 @@ class MemoryWeights:
 
 
 class SafetensorsWeights:
-    """A folder of safetensors files, each opened when first needed."""
+    """A folder of safetensors files, each mapped when first needed.
+
+    What needs no conversion stays a view of its file: only what is read of it takes memory, once for all processes.
+    """
 
     def __init__(self, files: ModelFiles, spec: ModelSpec, on_progress: Progress | None = None) -> None:
         self._where = files.path
         self._tensors = renamed(spec, read_folder(Path(files.path)))
         self._parts = _Parts(spec, partial(hf_source, spec), files.path, on_progress)
-        self._stack = contextlib.ExitStack()
-        self._opened: dict[str, Any] = {}
+        self._opened: dict[str, MappedFile] = {}
 
     def names(self) -> list[str]:
         return [part for part in self._parts.shapes if self._parts.source(part).name in self._tensors]
@@ -141,15 +145,19 @@ class SafetensorsWeights:
         source = self._parts.source(part)
         found = _require(self._tensors, source.name, self._where)
         if found.path not in self._opened:
-            self._opened[found.path] = self._stack.enter_context(safe_open(found.path, framework="pt"))
-        stored = self._opened[found.path].get_slice(found.name)
-        tensor = _own(_cut(stored, source, self._parts.index(part, dim, start, stop)), dtype)
+            self._opened[found.path] = MappedFile(found.path)
+        file = self._opened[found.path]
+        tensor = _cut(file.tensor(found), source, self._parts.index(part, dim, start, stop))
+        if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.nbytes < MAP_BYTES:
+            tensor = _own(tensor, dtype)
+        file.release()
         self._parts.read(part)
         return tensor
 
     def close(self) -> None:
+        for file in self._opened.values():
+            file.release()
         self._opened.clear()
-        self._stack.close()
 
 
 class GGUFWeights:
@@ -173,6 +181,7 @@ class GGUFWeights:
         else:
             vector = self._dequantize(stored, source, slice(None), slice(None))[0]
             tensor = _own(torch.from_numpy(vector[_row_order(source, rows.start, rows.stop)]), dtype)
+        self._file.release()
         self._parts.read(part)
         return tensor
 

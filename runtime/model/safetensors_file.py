@@ -2,7 +2,7 @@
 
     u64 little-endian: length of the header · header: JSON {name: {dtype, shape, data_offsets}} · data
 
-The weights themselves are read through the `safetensors` library (`loader.py`).
+The weights themselves are views of the mapped file (`mapped_file.py`).
 Source: https://github.com/huggingface/safetensors (format).
 """
 

@@ -29,6 +29,16 @@ def report() -> Any:
     return _import("report")
 
 
+@pytest.fixture(scope="module")
+def soak() -> Any:
+    return _import("soak")
+
+
+@pytest.fixture(scope="module")
+def streams() -> Any:
+    return _import("streams")
+
+
 def _import(name: str) -> Any:
     """The scripts import each other from their own folder, so that is how they are imported here."""
     import importlib
@@ -86,6 +96,21 @@ def test_gaps_of_tokens_that_arrive_together(stats: Any) -> None:
     """Spreading a delta's wait over its tokens would hide stalls; dropping them would hide speed."""
     assert stats.token_gaps([(1.0, 1), (1.5, 3), (1.75, 1)]) == [0.5, 0.0, 0.0, 0.25]
     assert stats.token_gaps([(1.0, 2)]) == [0.0]
+
+
+def test_soak_judges_the_last_half_of_memory(soak: Any) -> None:
+    """The cache fills in the first half: counting that would hide a leak, or call every run one."""
+    assert soak.spread([1.0, 50.0, 100.0, 100.5]) == pytest.approx(0.005)
+    assert soak.spread([100.0, 100.0, 100.0, 102.0, 100.0, 100.0]) == pytest.approx(0.02)
+
+
+def test_soak_sees_slower_minutes(soak: Any, streams: Any) -> None:
+    """A gap belongs to the minute in which its token came; what ends after the last minute counts in none."""
+    assert soak.drift([1.0, 1.0, 9.0, 2.0, 2.0]) == pytest.approx(1.0)
+    assert soak.drift([3.0]) == 0.0
+    answers = [streams.Answer(0.0, [(10.0, 1), (65.0, 2), (119.0, 1), (121.0, 1)])]
+    assert soak.gaps_by_minute(answers, 5.0, 2) == [[], [55.0, 0.0, 54.0, 2.0]]
+    assert soak.gaps_by_minute(answers, 0.0, 2) == [[], [55.0, 0.0, 54.0]]
 
 
 def test_middle(stats: Any) -> None:

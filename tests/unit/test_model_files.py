@@ -23,6 +23,7 @@ from kvferry.runtime.model.files import ModelFiles, load_spec, model_identity, r
 from kvferry.runtime.model.gguf_file import GGUFFile
 from kvferry.runtime.model.loader import MemoryWeights, open_weights, progress_bar
 from kvferry.runtime.model.parts import num_parameters, part_shapes
+from kvferry.runtime.model.safetensors_file import read_folder
 from kvferry.runtime.model.spec import RopeScaling, RopeSpec
 from tests.support.real_models import SMOLLM2, installed
 
@@ -126,6 +127,38 @@ def test_sharded_folder_gives_transformers_tensors(tmp_path: Path, family: str, 
     with pytest.raises(CorruptModel, match=r"no part nothing\.weight"):
         weights.get("nothing.weight", torch.float32)
     weights.close()
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that count as this process's memory."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_mapped_file_costs_what_is_read_of_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Pages of files that were read once stayed in memory until the model was loaded, beside their copies."""
+    state = save(tmp_path, "Llama", vocab_size=1 << 15)
+    files = resolve_model(str(tmp_path))
+    spec = load_spec(files)
+    stored = read_folder(tmp_path)["model.embed_tokens.weight"]
+    path, num_bytes = Path(stored.path), stored.num_bytes
+    weights = open_weights(files, spec)
+    embedding = weights.get("embedding.weight", dtype)
+    assert resident(path) < num_bytes // 2
+    assert torch.equal(embedding, state["model.embed_tokens.weight"].to(dtype))
+    for part in weights.names():
+        weights.get(part, torch.float32)
+    weights.close()
+    assert resident(path) < num_bytes // 2
+    assert torch.equal(embedding, state["model.embed_tokens.weight"].to(dtype)), "gone with its file"
+    # a view reads the file, a converted part does not
+    assert (resident(path) >= num_bytes) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize(("family", "head"), [("Phi3", "ForCausalLM"), ("GPT2", "LMHeadModel")])
