@@ -133,8 +133,6 @@ class Rank:
         result = self._runner.execute(plan, samples)
         if plan.rows and cores is not None:
             cores.end()
-        if links is not None:
-            links.finish(plan)
         return result
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """One forward pass: what every rank is told to do, and what comes back.
 
-A step's order on each rank: imports (staged blocks are copied into the pool's storage), rows (the forward pass),
-sends (sealed blocks are handed to the links). KV storage is written by nothing but imports and rows, both in the one
-thread that executes plans; so a block that the leader has taken back is never written by a late arrival.
+A step's order on each rank: imports (staged blocks are copied into the pool's storage), sends (blocks sealed before
+this step are handed to the links, and travel while it computes), rows (the forward pass). KV storage is written by
+nothing but imports and rows, both in the one thread that executes plans; so a block that the leader has taken back is
+never written by a late arrival.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ class SimGroup:
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
         self._busy = False
         self._num_idle_steps = 0
-        self._sends: list[StepPlan] = []
         self.kv = shape.kv()
         self.layout = self.kv.main.layout
         self.blocks = Blocks(self.kv)
@@ -227,9 +226,6 @@ class SimGroup:
                     self._trace.fault("transfer failed", self._peer, transfer.transfer_id, transfer.reason)
                 elif transfer.state is TransferState.ACTIVE:
                     self._trace.fault("transfer shortened", self._peer, transfer.transfer_id, len(transfer.lacking))
-            sends, self._sends = self._sends, []
-            for plan in sends:
-                self.links.finish(plan)
             self.hub.output(output)
             self._turn()
 
@@ -243,7 +239,6 @@ class SimGroup:
             raise AssertionError(f"{self._num_idle_steps} steps in a row did nothing")
         self.links.begin(plan)
         sampled = self.blocks.compute(plan.rows, samples)
-        self._sends.append(plan)
         self._spent_ns = int((self.shape.step_s + plan.num_tokens * self.shape.token_s) * self.slow * 1e9)
         self._in_slow_step = self.slow > 1
         if self.slow > 1 and plan.rows:

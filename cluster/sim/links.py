@@ -132,9 +132,6 @@ class Links:
             self._discarded.add((discard.transfer_id, discard.attempt))
             for key in [k for k in self._staged if k[1:3] == (discard.transfer_id, discard.attempt)]:
                 del self._staged[key]
-
-    def finish(self, plan: StepPlan) -> None:
-        """What it does after them."""
         for send in plan.sends:
             self._send(send)
 

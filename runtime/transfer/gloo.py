@@ -1,9 +1,10 @@
 """Transport over TCP between any two machines: one gloo process group per link, of two ranks and no world.
 
-Messages use one tag per kind. gloo leaves whoever waits for a message that broke off in its middle waiting until the
-deadline, but a receive whose message has not begun fails within milliseconds of the peer's death. So nobody waits for a
-payload: the receiver waits for the END that follows it on the same stream, the sender for the receiver's ACK. An
-expired wait closes the pair on both sides; that is also how `close` wakes a thread that waits.
+Messages use one tag per kind. What precedes a payload has one size, so that it takes one message; the next is under
+way before the last has been acknowledged. gloo leaves whoever waits for a message that broke off in its middle waiting
+until the deadline, but a receive whose message has not begun fails within milliseconds of the peer's death. So nobody
+waits for a payload: the receiver waits for the END that follows it on the same stream, the sender for the receiver's
+ACK. An expired wait closes the pair on both sides; that is also how `close` wakes a thread that waits.
 """
 
 from __future__ import annotations
@@ -12,29 +13,31 @@ import contextlib
 import queue
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 
+from kvferry.runtime.transfer.buffers import Buffers
 from kvferry.runtime.transfer.meeting import Deadline, OpenEnds
 from kvferry.runtime.transfer.store import StoreMeeting, first_line, seconds
 from kvferry.runtime.transfer.ticket import RankAddress
-from kvferry.runtime.transfer.transport import MAX_HEADER_BYTES, LinkClosed, LinkName
+from kvferry.runtime.transfer.transport import MAX_HEADER_BYTES, MAX_PIECES, LinkClosed, LinkName, Payload
 
-PREFIX, HEADER, PAYLOAD, END, ACK, NEVER = range(1, 7)
+HEADER, PAYLOAD, END, ACK, NEVER = range(1, 6)
 FOREVER_S = 365 * 86400.0
-_SIZES = struct.Struct("<IQ")
+_SIZES = struct.Struct(f"<II{MAX_PIECES}Q")
+"""Of the header, number of pieces, of each piece."""
+_HEADER_BYTES = _SIZES.size + MAX_HEADER_BYTES
 SOURCE, DESTINATION = 0, 1
 
 
 def _bytes(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class _Pair:
@@ -86,17 +89,27 @@ class _Pair:
 class GlooSendEnd:
     def __init__(self, pair: _Pair) -> None:
         self._pair = pair
+        self._begun: deque[tuple[Work, list[Work], list[torch.Tensor]]] = deque()
+        """What tells of each one's arrival, what sends it, and the memory that is being read."""
 
-    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
-        size = payload.numel()
+    def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
+        del timeout_s  # nothing waits here
         received = self._pair.ireceive(_bytes(1), ACK)
-        parts = [(_tensor(_SIZES.pack(len(header), size)), PREFIX), (_tensor(header), HEADER)]
-        parts += [(payload, PAYLOAD)] if size else []
-        parts += [(_bytes(1), END)]
+        sizes = [piece.numel() for piece in pieces]
+        first = bytearray(_HEADER_BYTES)
+        _SIZES.pack_into(first, 0, len(header), len(sizes), *sizes, *[0] * (MAX_PIECES - len(sizes)))
+        first[_SIZES.size : _SIZES.size + len(header)] = header
+        parts = [(torch.frombuffer(first, dtype=torch.uint8), HEADER)]
+        parts += [(piece, PAYLOAD) for piece in pieces] + [(_bytes(1), END)]
         sent = [self._pair.isend(tensor, tag) for tensor, tag in parts]
+        self._begun.append((received, sent, [tensor for tensor, _ in parts]))
+
+    def wait_sent(self, timeout_s: float) -> None:
+        received, sent, _ = self._begun[0]
         self._pair.wait(received, timeout_s)
         for work in sent:
             self._pair.wait(work, timeout_s)  # over before the ACK came
+        self._begun.popleft()
 
     def close(self) -> None:
         self._pair.close()
@@ -105,31 +118,32 @@ class GlooSendEnd:
 class GlooReceiveEnd:
     """A thread of its own waits for headers: a wait of gloo's that runs out of time would close the link."""
 
-    def __init__(self, name: str, pair: _Pair, timeout_s: float) -> None:
+    def __init__(self, name: str, pair: _Pair, timeout_s: float, buffers: Buffers) -> None:
         self._name = name
         self._pair = pair
         self._timeout_s = timeout_s
-        self._headers: queue.Queue[tuple[bytes, int] | LinkClosed] = queue.Queue(4)
-        self._unread: int | None = None
+        self._buffers = buffers
+        self._headers: queue.Queue[tuple[bytes, list[int]] | LinkClosed] = queue.Queue(4)
+        self._unread: list[int] | None = None
+        """Sizes of the pieces that come next."""
         threading.Thread(target=self._read_headers, name=f"kvferry-gloo-{name}", daemon=True).start()
 
     def _read_headers(self) -> None:
         try:
             while True:
-                prefix = _bytes(_SIZES.size)
-                self._pair.wait(self._pair.ireceive(prefix, PREFIX), FOREVER_S)
-                header_size, payload_size = _SIZES.unpack(prefix.numpy().tobytes())
-                if not 0 < header_size <= MAX_HEADER_BYTES:
-                    raise LinkClosed(f"{self._name}: a header of {header_size} bytes")
-                header = _bytes(header_size)
-                self._pair.wait(self._pair.ireceive(header, HEADER), self._timeout_s)
-                self._put((header.numpy().tobytes(), payload_size))
+                first = _bytes(_HEADER_BYTES)
+                self._pair.wait(self._pair.ireceive(first, HEADER), FOREVER_S)
+                data = first.numpy().tobytes()
+                header_size, num_pieces, *sizes = _SIZES.unpack_from(data)
+                if not (0 < header_size <= MAX_HEADER_BYTES and num_pieces <= MAX_PIECES):
+                    raise LinkClosed(f"{self._name}: a header of {header_size} bytes for {num_pieces} pieces")
+                self._put((data[_SIZES.size : _SIZES.size + header_size], sizes[:num_pieces]))
         except LinkClosed as closed:
             self._pair.close()
             with contextlib.suppress(LinkClosed):
                 self._put(closed)
 
-    def _put(self, header: tuple[bytes, int] | LinkClosed) -> None:
+    def _put(self, header: tuple[bytes, list[int]] | LinkClosed) -> None:
         """Raises `LinkClosed` when nobody reads them."""
         try:
             self._headers.put(header, timeout=self._timeout_s)
@@ -145,18 +159,21 @@ class GlooReceiveEnd:
             self._put(header)  # for whoever asks again
             raise LinkClosed(str(header))
         self._unread = header[1]
-        return header
+        return header[0], sum(header[1])
 
-    def receive_payload(self, into: torch.Tensor, timeout_s: float) -> None:
-        if into.numel() != self._unread:  # gloo ends the process when a buffer is too small
-            self._pair.close()
-            raise LinkClosed(f"{self._name}: {into.numel()} bytes of room for {self._unread}")
-        self._unread = None
-        payload = self._pair.ireceive(into, PAYLOAD) if into.numel() else None
+    def receive_payload(self, timeout_s: float) -> Payload:
+        sizes, self._unread = self._unread, None
+        if sizes is None:
+            raise LinkClosed(f"{self._name}: no header before the payload")
+        begin = time.perf_counter()
+        memory = self._buffers.take(sum(sizes))
+        data = memory[: sum(sizes)]
+        works = [self._pair.ireceive(piece, PAYLOAD) for piece in torch.split(data, sizes)] if sizes else []
         self._pair.wait(self._pair.ireceive(_bytes(1), END), timeout_s)
-        if payload is not None:
-            self._pair.wait(payload, timeout_s)  # over before the END came
+        for work in works:
+            self._pair.wait(work, timeout_s)  # over before the END came
         self._pair.wait(self._pair.isend(_bytes(1), ACK), timeout_s)  # the sender asked for it before all else
+        return Payload(data, partial(self._buffers.free, memory), time.perf_counter() - begin)
 
     def close(self) -> None:
         self._pair.close()  # wakes the thread as well
@@ -168,6 +185,7 @@ class GlooTransport:
     def __init__(self, host: str, secret: bytes) -> None:
         self._host = host
         self._ends = OpenEnds()
+        self._buffers = Buffers()
         self._meeting = StoreMeeting(host, self._ends, secret)
 
     @property
@@ -196,7 +214,9 @@ class GlooTransport:
         del source
         deadline = Deadline(timeout_s, f"accepting {name}")
         store, prefix = self._meeting.accept(name, deadline)
-        return GlooReceiveEnd(str(name), self._pair(name, store, prefix, DESTINATION, deadline), timeout_s)
+        return GlooReceiveEnd(
+            str(name), self._pair(name, store, prefix, DESTINATION, deadline), timeout_s, self._buffers
+        )
 
     def close(self) -> None:
         self._ends.close()

@@ -27,7 +27,7 @@ class GroupSpan:
         first = self.ranges[place].first
         return self._spans[place], [BlockId(b - first) for b in block_ids] if first else block_ids
 
-    def read(self, block_ids: list[BlockId], device: torch.device) -> torch.Tensor:
+    def read(self, block_ids: list[BlockId], device: torch.device) -> list[torch.Tensor]:
         """As `HeadSpan.read`."""
         span, block_ids = self._in_group(block_ids)
         return span.read(block_ids, device)

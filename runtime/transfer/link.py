@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +19,7 @@ from kvferry.runtime.transfer.staging import Staged, Staging
 from kvferry.runtime.transfer.ticket import LinkReport, RankAddress, Received, Sent
 from kvferry.runtime.transfer.transport import (
     MAX_HEADER_BYTES,
+    MAX_UNFINISHED,
     LinkClosed,
     LinkName,
     ReceiveEnd,
@@ -168,35 +168,46 @@ class SendLink:
     def _run(self) -> None:
         end = self._context.transport.connect(self._name, self._to, self._context.timeout_s)
         self.life.opened(end)
-        link_seq = 0
-        while True:
-            outgoing = self._next()
-            error: str | None = f"{self._name}: the link went down"
-            try:
-                if self._context.staging.is_discarded(outgoing.send.transfer_id, outgoing.send.attempt):
-                    error = "the transfer was ended"
-                else:
+        reason, link_seq = f"{self._name}: the link went down", 0
+        begun: deque[Outgoing] = deque()
+        try:
+            while True:
+                outgoing = self._next(block=not begun)
+                if outgoing is not None and self._is_discarded(outgoing):
+                    outgoing.done("the transfer was ended")
+                elif outgoing is not None:
+                    begun.append(outgoing)
                     self._send(end, outgoing, link_seq)
                     link_seq += 1
-                    error = None
-            except LinkClosed as closed:
-                error = str(closed)
-                raise
-            finally:
-                outgoing.done(error)
+                if begun and (outgoing is None or len(begun) == MAX_UNFINISHED):
+                    end.wait_sent(self._context.timeout_s)
+                    begun.popleft().done(None)
+        except LinkClosed as closed:
+            reason = str(closed)
+            raise
+        finally:
+            for outgoing in begun:
+                outgoing.done(reason)
 
-    def _next(self) -> Outgoing:
+    def _is_discarded(self, outgoing: Outgoing) -> bool:
+        return self._context.staging.is_discarded(outgoing.send.transfer_id, outgoing.send.attempt)
+
+    def _next(self, block: bool) -> Outgoing | None:
+        """`None`: there is nothing to send, and the caller has something else to do."""
         with self.life.changed:
             while not self._queue:
                 if self.life.closing is not None:
                     raise LinkClosed(self.life.closing)
+                if not block:
+                    return None
                 self.life.changed.wait()
             return self._queue.popleft()
 
     def _send(self, end: SendEnd, outgoing: Outgoing, link_seq: int) -> None:
         send = outgoing.send
         outgoing.wait_ready()
-        payload = self._span.read(send.source_block_ids, self._context.transport.device)
+        pieces = self._span.read(send.source_block_ids, self._context.transport.device)
+        num_bytes = sum(piece.numel() for piece in pieces)
         header = seal(
             MessageHeader(
                 link=str(self._name),
@@ -207,8 +218,8 @@ class SendLink:
                 seq=send.seq,
                 hashes=send.hashes,
                 block_ids=send.destination_block_ids,
-                num_bytes=payload.numel(),
-                crc=checksum(payload) if self._context.checksum else None,
+                num_bytes=num_bytes,
+                crc=checksum(pieces) if self._context.checksum else None,
             ),
             self._context.secret,
         )
@@ -216,8 +227,8 @@ class SendLink:
             raise InvariantBroken(
                 f"header of {len(header)} bytes for {len(send.hashes)} blocks; at most 256 may travel"
             )
-        end.send(header, payload, self._context.timeout_s)
-        self._context.stats.count(sent_messages=1, sent_bytes=payload.numel())
+        end.send(header, pieces, self._context.timeout_s)
+        self._context.stats.count(sent_messages=1, sent_bytes=num_bytes)
 
     def _down(self, reason: str) -> None:
         with self.life.changed:
@@ -273,7 +284,6 @@ class ReceiveLink:
 
     def _receive(self, end: ReceiveEnd, data: bytes, payload_bytes: int, link_seq: int) -> None:
         staging, stats, timeout_s = self._context.staging, self._context.stats, self._context.timeout_s
-        begin = time.perf_counter()
         header = parse(data, payload_bytes, link_seq, self._expected)
         if isinstance(header, str):
             stats.count(refused_messages=1)
@@ -282,10 +292,8 @@ class ReceiveLink:
         if not discarded:
             staging.reserve(self._link, header.num_bytes, timeout_s)
         try:
-            payload = torch.empty(header.num_bytes, dtype=torch.uint8, device=self._context.transport.device)
-            end.receive_payload(payload, timeout_s)
-            seconds = time.perf_counter() - begin
-            if not discarded and header.crc is not None and checksum(payload) != header.crc:
+            payload = end.receive_payload(timeout_s)
+            if not discarded and header.crc is not None and checksum([payload.data]) != header.crc:
                 stats.count(refused_messages=1)
                 raise LinkClosed(f"{self._name}: refused a message: wrong checksum")
         except BaseException:
@@ -294,6 +302,8 @@ class ReceiveLink:
             raise
         key = self._name.source, header.transfer_id, header.attempt, header.seq
         staged = Staged(self._link, payload, header.block_ids, self._span, self._num_routes)
+        if discarded:
+            payload.free()
         if discarded or not staging.put(key, self._name.source_rank, staged):
             stats.count(dropped_messages=1)
             return
@@ -309,10 +319,13 @@ class ReceiveLink:
                 header.hashes,
                 header.block_ids,
                 header.num_bytes,
-                seconds,
+                payload.seconds,
             )
         )
 
 
-def checksum(payload: torch.Tensor) -> int:
-    return zlib.crc32(payload.cpu().numpy().data)
+def checksum(pieces: Sequence[torch.Tensor]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece.cpu().numpy().data, crc)
+    return crc

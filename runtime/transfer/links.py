@@ -97,10 +97,7 @@ class Links:
             self.import_(message)
         for discard in plan.discards:
             self.discard(discard)
-
-    def finish(self, plan: StepPlan) -> None:
-        """What a step does after its rows."""
-        for send in plan.sends:
+        for send in plan.sends:  # of what earlier steps, or these imports, have written
             self.send(send)
 
     def open(self, link: OpenLink) -> None:
@@ -192,7 +189,8 @@ class Links:
     def import_(self, message: Import) -> None:
         """Copies a message's payloads into the storage. Raises `InvariantBroken` if one is not here."""
         for staged in self._staging.take(message):
-            staged.span.write(staged.block_ids, staged.payload)
+            staged.span.write(staged.block_ids, staged.payload.data)
+            staged.payload.free()
 
     def discard(self, discard: Discard) -> None:
         """Drops what is staged, queued or still to come of a transfer."""

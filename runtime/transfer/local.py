@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from kvferry.runtime.transfer.meeting import Arrivals, Deadline, OpenEnds, machine_id
 from kvferry.runtime.transfer.ticket import RankAddress
-from kvferry.runtime.transfer.transport import LinkClosed, LinkName
+from kvferry.runtime.transfer.transport import LinkClosed, LinkName, Payload
 
 MAX_MESSAGES = 4
 _numbers = itertools.count(1)
@@ -44,7 +45,7 @@ class Channel:
         if self._closed:
             raise LinkClosed(f"{self._name}: closed")
 
-    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
+    def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
         deadline = Deadline(timeout_s, f"sending on {self._name}")
         with self._condition:
             while len(self._messages) >= MAX_MESSAGES and not self._closed:
@@ -56,8 +57,12 @@ class Channel:
                 self._condition.wait(left)
             if self._closed:
                 raise LinkClosed(f"{self._name}: closed")
-            self._messages.append((header, payload.clone()))
+            payload = torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
+            self._messages.append((header, payload))
             self._condition.notify_all()
+
+    def wait_sent(self, timeout_s: float) -> None:
+        del timeout_s  # `send` has taken the bytes
 
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         with self._condition:
@@ -69,13 +74,13 @@ class Channel:
             self._condition.notify_all()
             return header, self._current.numel()
 
-    def receive_payload(self, into: torch.Tensor, timeout_s: float) -> None:
+    def receive_payload(self, timeout_s: float) -> Payload:
         del timeout_s  # it is here already
         with self._condition:
             payload, self._current = self._current, None
         if payload is None:
             raise LinkClosed(f"{self._name}: no header before the payload")
-        into.copy_(payload)
+        return Payload(payload, lambda: None)
 
     def close(self) -> None:
         with self._condition:

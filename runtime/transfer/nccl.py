@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from kvferry.runtime.errors import ResourceMissing
 from kvferry.runtime.transfer.meeting import Deadline, OpenEnds
 from kvferry.runtime.transfer.store import StoreMeeting, client, first_line, seconds
 from kvferry.runtime.transfer.ticket import RankAddress
-from kvferry.runtime.transfer.transport import LinkClosed, LinkName
+from kvferry.runtime.transfer.transport import LinkClosed, LinkName, Payload
 
 SOURCE, DESTINATION = 0, 1
 CLOSED = b"closed"
@@ -37,25 +39,30 @@ class _End:
         self._count = 0
         self._unread = 0
         self._closed = threading.Event()
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self._store: Any = PrefixStore(prefix, client(address, timeout_s))
         options = ProcessGroupNCCL.Options()
         options._timeout = seconds(timeout_s)
         self._group: Any = ProcessGroupNCCL(PrefixStore("nccl", self._store), rank, 2, options)
         ends.add(self)
 
-    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
+    def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
         deadline = Deadline(timeout_s, f"sending on {self._name}")
         self._check()
         try:
             if self._store.check([str(self._count)]):
                 raise RuntimeError("the other end closed")
-            self._store.set(str(self._count), payload.numel().to_bytes(8, "little") + header)
+            self._store.set(str(self._count), sum(p.numel() for p in pieces).to_bytes(8, "little") + header)
             self._count += 1
-            if payload.numel():
+            if pieces:
+                payload = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
                 self._group.send([payload], DESTINATION, 0).wait(seconds(deadline.remaining()))
                 torch.cuda.current_stream(payload.device).synchronize()
         except RuntimeError as error:
             raise self._broken(error) from error
+
+    def wait_sent(self, timeout_s: float) -> None:
+        del timeout_s  # `send` has waited
 
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         self._check()
@@ -76,11 +83,10 @@ class _End:
         self._unread = int.from_bytes(value[:8], "little")
         return value[8:], self._unread
 
-    def receive_payload(self, into: torch.Tensor, timeout_s: float) -> None:
+    def receive_payload(self, timeout_s: float) -> Payload:
         self._check()
-        if into.numel() != self._unread:
-            self.close()
-            raise LinkClosed(f"{self._name}: {into.numel()} bytes of room for {self._unread}")
+        begin = time.perf_counter()
+        into = torch.empty(self._unread, dtype=torch.uint8, device=self._device)
         self._unread = 0
         try:
             if into.numel():
@@ -88,6 +94,7 @@ class _End:
                 torch.cuda.current_stream(into.device).synchronize()
         except RuntimeError as error:
             raise self._broken(error) from error
+        return Payload(into, lambda: None, time.perf_counter() - begin)  # torch keeps the device's memory itself
 
     def _check(self) -> None:
         if self._closed.is_set():

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockId
+from kvferry.runtime.transfer.transport import MAX_UNFINISHED
+
+
+def runs(block_ids: Sequence[BlockId]) -> list[tuple[int, BlockId, int]]:
+    """Consecutive ids in a row: place in the list, first id, count."""
+    found: list[tuple[int, BlockId, int]] = []
+    begin = 0
+    for i in range(1, len(block_ids) + 1):
+        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
+            found.append((begin, block_ids[begin], i - begin))
+            begin = i
+    return found
 
 
 class HeadSpan:
@@ -19,34 +33,37 @@ class HeadSpan:
             raise InvariantBroken(f"block storage must be contiguous with 6 dimensions, not {tuple(blocks.shape)}")
         self._bytes = blocks.view(torch.uint8).flatten(4)[:, :, :, heads[0] : heads[1]]
         self._array = None if blocks.is_cuda else self._bytes.numpy()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._whole = self._bytes.is_contiguous()
+        self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(MAX_UNFINISHED)]
         self.block_bytes = self._bytes[0].numel()
 
-    def read(self, block_ids: list[BlockId], device: torch.device) -> torch.Tensor:
-        """1-d uint8 on `device`, valid until the next call: a view of the storage where the blocks lie in a row."""
-        first, count = block_ids[0], len(block_ids)
+    def read(self, block_ids: list[BlockId], device: torch.device) -> list[torch.Tensor]:
+        """Pieces in a row, 1-d uint8 on `device`: of whole blocks, views of the storage.
+
+        Valid until `MAX_UNFINISHED` more calls.
+        """
         if self._array is None:
             gathered = self._bytes[torch.tensor(block_ids, device=self._bytes.device)].reshape(-1).to(device)
             torch.cuda.current_stream().synchronize()
-            return gathered
-        if block_ids == list(range(first, first + count)):
-            run = self._bytes[first : first + count]
-            if run.is_contiguous() and device == run.device:
-                return run.view(-1)
-        size = count * self.block_bytes
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        out = self._scratch[:size]
-        rows = out.numpy().reshape(count, *self._array.shape[1:])
-        for row, block_id in zip(rows, block_ids, strict=True):
-            row[...] = self._array[block_id]
-        return out.to(device)
+            return [gathered]
+        if self._whole and device == self._bytes.device:
+            return [self._bytes[first : first + count].view(-1) for _, first, count in runs(block_ids)]
+        size = len(block_ids) * self.block_bytes
+        scratch = self._scratch.pop(0)
+        if scratch.numel() < size:
+            scratch = torch.empty(size, dtype=torch.uint8)
+        self._scratch.append(scratch)
+        rows = scratch[:size].numpy().reshape(len(block_ids), *self._array.shape[1:])
+        for place, first, count in runs(block_ids):
+            rows[place : place + count] = self._array[first : first + count]
+        return [scratch[:size].to(device)]
 
     def write(self, block_ids: list[BlockId], payload: torch.Tensor) -> None:
-        """Mutates the storage. `payload`: as `read` gave it, of any device."""
+        """Mutates the storage. `payload`: what `read` gave, in one piece, on any device."""
         shape = (len(block_ids), *self._bytes.shape[1:])
         if self._array is None:
             self._bytes[torch.tensor(block_ids, device=self._bytes.device)] = payload.to(self._bytes.device).view(shape)
             return
-        for block_id, row in zip(block_ids, payload.cpu().numpy().reshape(shape), strict=True):
-            self._array[block_id] = row
+        rows = payload.cpu().numpy().reshape(shape)
+        for place, first, count in runs(block_ids):
+            self._array[first : first + count] = rows[place : place + count]

@@ -6,14 +6,12 @@ import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-import torch
-
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockId, Peer, TransferId
 from kvferry.runtime.step import Discard, Import
 from kvferry.runtime.transfer.group_span import GroupSpan
 from kvferry.runtime.transfer.meeting import Deadline
-from kvferry.runtime.transfer.transport import LinkClosed
+from kvferry.runtime.transfer.transport import LinkClosed, Payload
 
 STAGING_BYTES = 64 << 20
 MAX_DISCARDS = 1 << 14
@@ -24,7 +22,7 @@ MessageKey = tuple[Peer, TransferId, int, int]
 @dataclass(frozen=True)
 class Staged:
     link: str
-    payload: torch.Tensor
+    payload: Payload
     block_ids: list[BlockId]
     span: GroupSpan
     num_routes: int
@@ -63,12 +61,16 @@ class Staging:
             del self._held[link]
         self._changed.notify_all()
 
+    def _drop(self, staged: Staged) -> None:
+        self._free(staged.link, staged.payload.data.numel())
+        staged.payload.free()
+
     def put(self, key: MessageKey, source_rank: int, staged: Staged) -> bool:
         """Keeps a payload whose room is reserved; drops it (False) if its transfer was discarded or it is here."""
         with self._changed:
             routes = self._messages.setdefault(key, {})
             if (key[1], key[2]) in self._discarded or source_rank in routes:
-                self._free(staged.link, staged.payload.numel())
+                self._drop(staged)
                 if not routes:
                     del self._messages[key]
                 return False
@@ -76,12 +78,12 @@ class Staging:
             return True
 
     def take(self, message: Import) -> list[Staged]:
-        """Raises `InvariantBroken` if the message has not arrived on every route, for the same blocks."""
+        """The caller frees the payloads. Raises `InvariantBroken` if one is missing, or they are for other blocks."""
         key = message.source, message.transfer_id, message.attempt, message.seq
         with self._changed:
             routes = list(self._messages.pop(key, {}).values())
             for staged in routes:
-                self._free(staged.link, staged.payload.numel())
+                self._free(staged.link, staged.payload.data.numel())
         if not routes or len(routes) != routes[0].num_routes or any(s.block_ids != message.block_ids for s in routes):
             raise InvariantBroken(f"{message} does not name a staged message; {len(routes)} payloads are here")
         return routes
@@ -96,7 +98,7 @@ class Staging:
                 self._discarded.popitem(last=False)
             for key in [key for key in self._messages if key[1:3] == transfer]:
                 for staged in self._messages.pop(key).values():
-                    self._free(staged.link, staged.payload.numel())
+                    self._drop(staged)
 
     def is_discarded(self, transfer_id: TransferId, attempt: int) -> bool:
         with self._changed:

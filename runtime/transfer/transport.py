@@ -8,6 +8,8 @@ size stands in the header, so a receiver never posts too small a buffer. Every t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -17,6 +19,9 @@ from kvferry.runtime.ids import Peer
 from kvferry.runtime.transfer.ticket import RankAddress
 
 MAX_HEADER_BYTES = 16 << 10
+MAX_PIECES = 256
+MAX_UNFINISHED = 2
+"""Messages that a sending end may have begun and not waited for."""
 
 
 class LinkClosed(Exception):
@@ -35,15 +40,30 @@ class LinkName(msgspec.Struct, frozen=True):
         return f"{self.source}.{self.source_rank}>{self.destination}.{self.destination_rank}"
 
 
-class SendEnd(Protocol):
-    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
-        """Sends one message.
+@dataclass(frozen=True)
+class Payload:
+    """A message's bytes in memory of the transport's, which is used again once they are given back."""
 
-        `header`: 1 to `MAX_HEADER_BYTES` bytes. `payload`: 1-d contiguous uint8, may be empty; free to change once
-        this returns.
+    data: torch.Tensor
+    """1-d contiguous uint8."""
+    free: Callable[[], None]
+    """To be called once, from any thread; nobody may read `data` afterwards. Never fails."""
+    seconds: float = 0.0
+    """How long they were on their way."""
+
+
+class SendEnd(Protocol):
+    def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Begins one message; at most `MAX_UNFINISHED` may be unfinished.
+
+        `header`: 1 to `MAX_HEADER_BYTES` bytes. `pieces`: the payload, at most `MAX_PIECES` in a row, each 1-d
+        contiguous uint8 and not empty; must not change before `wait_sent` has returned for this message.
 
         Raises `LinkClosed`; the message may or may not have arrived.
         """
+
+    def wait_sent(self, timeout_s: float) -> None:
+        """Finishes the oldest unfinished message. Raises `LinkClosed`; it may or may not have arrived."""
 
     def close(self) -> None:
         """Safe from any thread, more than once; wakes the other end and a blocked `send` within a second."""
@@ -53,8 +73,8 @@ class ReceiveEnd(Protocol):
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         """The next message's header and payload size in bytes; `None` if nothing came in time. Raises `LinkClosed`."""
 
-    def receive_payload(self, into: torch.Tensor, timeout_s: float) -> None:
-        """Fills `into` (1-d contiguous uint8 of exactly the announced size). Must follow each header.
+    def receive_payload(self, timeout_s: float) -> Payload:
+        """Must follow each header. Outlives the end.
 
         Raises `LinkClosed`, also when the time is over: the stream has no borders any more.
         """

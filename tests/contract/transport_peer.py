@@ -22,7 +22,7 @@ def run(pipe: Connection, transport_name: TransportName, name: LinkName, sends: 
         end = transport.connect(name, other, 20)
         pipe.send("open")
         if action == "middle":
-            end.send(b"header", torch.zeros(512 << 20, dtype=torch.uint8), 60)
+            end.send(b"header", [torch.zeros(512 << 20, dtype=torch.uint8)], 60)
     else:
         receiver = transport.accept(name, other, 20)
         pipe.send("open")

@@ -193,12 +193,11 @@ def carry(source: Replica, destination: Replica) -> int:
         send = source.sends.pop(0)
         count += len(send.hashes)
         for route in copy_plan(here, there):
-            payload = source.span(route.source_rank, route.source_heads).read(
-                send.source_block_ids, torch.device("cpu")
-            )
+            pieces = source.span(route.source_rank, route.source_heads).read(send.source_block_ids, torch.device("cpu"))
+            payload = torch.cat(pieces)
             target = destination.span(route.destination_rank, route.destination_heads)
             writes = destination.arrived.setdefault((send.transfer_id, send.seq), [])
-            writes.append(partial(target.write, send.destination_block_ids, payload.clone()))
+            writes.append(partial(target.write, send.destination_block_ids, payload))
             destination.engine.report(
                 Received(
                     send.transfer_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,13 @@ class _Corrupting:
     def __init__(self, inner: SendEnd) -> None:
         self._inner = inner
 
-    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
-        damaged = payload.clone()
+    def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
+        damaged = torch.cat(list(pieces))
         damaged[-1] ^= 0x40
-        self._inner.send(header, damaged, timeout_s)
+        self._inner.send(header, [damaged], timeout_s)
+
+    def wait_sent(self, timeout_s: float) -> None:
+        self._inner.wait_sent(timeout_s)
 
     def close(self) -> None:
         self._inner.close()
@@ -72,7 +75,10 @@ class _Mute:
     def __init__(self, inner: SendEnd) -> None:
         self._inner = inner
 
-    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
+    def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
+        pass
+
+    def wait_sent(self, timeout_s: float) -> None:
         pass
 
     def close(self) -> None:
@@ -95,8 +101,12 @@ class _Swapping:
     def __init__(self, inner: SendEnd) -> None:
         self._inner = inner
 
-    def send(self, header: bytes, payload: torch.Tensor, timeout_s: float) -> None:
-        self._inner.send(header, payload.roll(payload.numel() // 2), timeout_s)
+    def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
+        payload = torch.cat(list(pieces))
+        self._inner.send(header, [payload.roll(payload.numel() // 2)], timeout_s)
+
+    def wait_sent(self, timeout_s: float) -> None:
+        self._inner.wait_sent(timeout_s)
 
     def close(self) -> None:
         self._inner.close()

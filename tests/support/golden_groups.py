@@ -104,9 +104,7 @@ class GoldenGroup:
     def _execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
         def one(rank: int) -> StepResult:
             self._links[rank].begin(plan)
-            result = self.ranks[rank].runner.execute(plan, samples if rank == 0 else [])
-            self._links[rank].finish(plan)
-            return result
+            return self.ranks[rank].runner.execute(plan, samples if rank == 0 else [])
 
         first, *_ = self._pool.map(one, range(len(self.ranks)))
         return first

@@ -24,7 +24,7 @@ from kvferry.runtime.transfer.links import Links
 from kvferry.runtime.transfer.secret import NO_SECRET, TAG_BYTES, tag
 from kvferry.runtime.transfer.staging import Staged, Staging
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkDown, LinkReport, Received, Sent
-from kvferry.runtime.transfer.transport import LinkClosed
+from kvferry.runtime.transfer.transport import LinkClosed, Payload
 
 NUM_BLOCKS = 24
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="bfloat16")
@@ -69,7 +69,6 @@ class Group:
     def step(self, plan: StepPlan) -> None:
         for links in self.links:
             links.begin(plan)
-            links.finish(plan)
 
     def wait(self, kind: type[LinkReport], count: int = 1, timeout_s: float = 10) -> list[LinkReport]:
         found: list[LinkReport] = []
@@ -316,7 +315,7 @@ def test_staging_is_bounded_but_never_stuck() -> None:
         staging.reserve("a", 1, 0.05)
     staging.reserve("b", 500, 0.05)  # the first of its link may always come
     for seq, link, size in ((0, "a", 60), (1, "a", 40), (0, "b", 500)):
-        staged = Staged(link, torch.empty(size, dtype=torch.uint8), [BlockId(0)], span, 1)
+        staged = Staged(link, Payload(torch.empty(size, dtype=torch.uint8), lambda: None), [BlockId(0)], span, 1)
         assert staging.put((PREFILL, TransferId(link), 1, seq), 0, staged)
     waiting = threading.Thread(target=staging.reserve, args=("a", 60, 5))
     waiting.start()
@@ -331,8 +330,11 @@ def test_staging_is_bounded_but_never_stuck() -> None:
 def test_payload_that_arrives_while_its_transfer_is_discarded() -> None:
     """Guards against bytes that stay for ever because the discard came between header and payload."""
     staging = Staging()
-    staged = Staged("a", torch.empty(60, dtype=torch.uint8), [BlockId(0)], tiny_span(), 1)
+    freed = []
+    payload = Payload(torch.empty(60, dtype=torch.uint8), lambda: freed.append(True))
+    staged = Staged("a", payload, [BlockId(0)], tiny_span(), 1)
     staging.reserve("a", 60, 1)
     staging.discard(Discard(T, 1))
     assert not staging.put((PREFILL, T, 1, 0), 0, staged)
     assert staging.num_bytes == 0
+    assert freed == [True]

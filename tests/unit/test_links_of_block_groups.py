@@ -59,7 +59,6 @@ class Side:
         for links in self.links:
             plan = StepPlan(1, **commands)  # type: ignore[arg-type]
             links.begin(plan)
-            links.finish(plan)
 
     def block(self, group: int, place: int) -> torch.Tensor:
         return torch.cat([blocks[group][place] for blocks in self.blocks], dim=2)
