@@ -124,7 +124,7 @@ class Outbound:
         sends: list[Send] = []
         for key, news in ready.items():
             departure = self._departures[key]
-            news = sorted(set(news), key=lambda block_hash: departure.unsent[block_hash].index)
+            news = sorted(dict.fromkeys(news), key=lambda block_hash: departure.unsent[block_hash].index)
             sends += self._plan(departure, news)
         return sends
 
