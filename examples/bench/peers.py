@@ -218,7 +218,7 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
             first = await side.ask(loads.text_tokens(encode, "first request", loads.PROMPT_TOKENS), 1)
             results["start"][side.name] = [{"first_token_s": first.arrivals[0][0] - side.begin}]
             answers[side.name] = (await side.ask(loads.text_tokens(encode, "compared", 200), 16)).token_ids
-            for warm in contest.measures:  # first times cost more: shapes, caches, threads
+            for warm in contest.measures[:3]:  # first times cost more: shapes, caches, threads
                 await MEASURES[warm](side, encode, -1)
             side.pause()
         for run in range(runs):

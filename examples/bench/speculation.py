@@ -4,8 +4,8 @@
 
 Each kind is run alone and as several at once. Prints speed-ups by the clock and by CPU time (median and range of the
 repetitions; on a busy machine only the latter says something, best with `--threads 1`), how many guesses were accepted
-and made per token, and whether the greedy tokens are the same: in float32 they must be; in bfloat16 a row of several
-tokens may round otherwise. Ends in one JSON line.
+and made per token, and whether the greedy tokens are the same: in float32 they must be; in bfloat16 where there are no
+CPU kernels a row of several tokens may round otherwise. Ends in one JSON line.
 """
 
 from __future__ import annotations
