@@ -11,7 +11,7 @@ from kvferry.cluster.client import AsyncClient
 from tests.support.deployment import Deployment, serve_config
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
-CONFIG = ChaosConfig(seconds=12, clients=4, every_s=0.8, num_prompts=3, max_tokens=200)
+CONFIG = ChaosConfig(seconds=12, clients=8, every_s=0.8, num_prompts=3, max_tokens=400)
 
 
 def quiet(_said: str) -> None: ...
@@ -29,4 +29,4 @@ async def test_streams_survive_all_kinds_of_faults(tiny_model: str, shared_ray: 
         assert report.faults() == [], report
         assert all(costs[kind].num_observed > 0 for kind in FaultKind), costs
         assert report.num_complete > 8
-        assert sum(cost.num_resumed for cost in report.costs) > 0
+        assert sum(cost.num_resumed for cost in report.costs) > 0, costs
