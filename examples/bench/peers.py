@@ -254,7 +254,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             digits = 1 if target.scale == 1 else 0
             found.append(
                 (
-                    f"{target.measure}: {target.figure.removesuffix('_s')}, {target.unit}",
+                    f"{target.measure}: {target.figure.removesuffix('_s').removesuffix('_per')}, {target.unit}",
                     next(iter(sides)),
                     report.spread(own, target.scale, digits),
                     target.peer,
