@@ -76,8 +76,8 @@ def assert_same(served: Served, wanted: RequestOutput) -> None:
 def assert_accounted(served: list[Served]) -> None:
     """Fault 41, by the client's watch: what the server says of a request is 98% of the time that it took.
 
-    Not the server's is the way there and back: 2 to 70 ms where twelve clients share its process and its two cores, more
-    while tokens come faster than that process can read them.
+    Not the server's is the way there and back: 2 to 70 ms where twelve clients share its process and its two cores,
+    more while tokens come faster than that process can read them.
     """
     assert sum(s.told_s + WAY_S for s in served) >= 0.98 * sum(s.wall_s for s in served)
     for one in served:
