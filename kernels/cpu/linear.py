@@ -35,8 +35,7 @@ class Packed:
         if x.stride(1) != 1 or x.stride(0) * x.element_size() % 4:
             x = x.contiguous()
         out = torch.empty((len(x), self.outputs), dtype=self.dtype)
-        places = x.data_ptr(), self.weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
-        sizes = len(x), self.inputs, self.outputs, x.stride(0), self.outputs
+        places, sizes = _arguments(x, self.weight, bias, out)
         threads = threads_for(len(x) * self.inputs * self.outputs // _PRODUCTS_PER_ELEMENT)
         self._lib.kvferry_linear(DTYPES[self.dtype], *places, *sizes, threads)
         return out
@@ -66,11 +65,18 @@ class PackedIntegers:
             x = x.contiguous()
         out = torch.empty((len(x), self.outputs), dtype=self.dtype)
         steps = torch.empty((len(x), self.row_units), dtype=torch.int32)
-        places = x.data_ptr(), self.weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
-        sizes = len(x), self.inputs, self.outputs, x.stride(0), self.outputs
+        places, sizes = _arguments(x, self.weight, bias, out)
         threads = threads_for(len(x) * self.inputs * self.outputs // (2 * _PRODUCTS_PER_ELEMENT))
         self._lib.kvferry_linear_quantized(self.form, DTYPES[self.dtype], *places, steps.data_ptr(), *sizes, threads)
         return out
+
+
+def _arguments(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """Where a call reads and writes; rows, inputs, outputs and both strides."""
+    places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
+    return places, (*x.shape, out.shape[1], x.stride(0), out.shape[1])
 
 
 def _pack(lib: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:

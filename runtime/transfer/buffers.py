@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import torch
 
 KEPT_BYTES = 64 << 20
 MAX_KEPT = 64
+
+
+def best_fit(kept: Iterable[tuple[int, int]], size: int) -> int | None:
+    """Of (key, bytes) the key of the smallest that holds `size`; of equal ones the last: it is in the cache."""
+    fitting = [one for one in kept if one[1] >= size]
+    return min(reversed(fitting), key=lambda one: one[1])[0] if fitting else None
 
 
 class Buffers:
@@ -21,9 +28,9 @@ class Buffers:
     def take(self, size: int) -> torch.Tensor:
         """1-d uint8, at least `size`: the smallest that fits, or a new one."""
         with self._lock:
-            fitting = [i for i, kept in enumerate(self._kept) if kept.numel() >= size]
-            if fitting:
-                return self._kept.pop(min(reversed(fitting), key=lambda i: self._kept[i].numel()))
+            place = best_fit(((i, kept.numel()) for i, kept in enumerate(self._kept)), size)
+            if place is not None:
+                return self._kept.pop(place)
         return torch.empty(size, dtype=torch.uint8)
 
     def free(self, memory: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry.runtime.transfer.buffers import best_fit
 from kvferry.runtime.transfer.meeting import Arrivals, Deadline, OpenEnds, machine_id
 from kvferry.runtime.transfer.secret import TAG_BYTES, is_tag, tag
 from kvferry.runtime.transfer.ticket import RankAddress
@@ -66,9 +67,8 @@ class _Buffers:
 
     def take(self, size: int) -> tuple[int, _Bytes, int | None] | None:
         """Number, memory, and a descriptor if the other end has not seen it. `None`: wait for one to be freed."""
-        fitting = [number for number, memory in self._free.items() if memory.size >= size]
-        if fitting:
-            number = min(reversed(fitting), key=lambda n: self._free[n].size)  # the last one used: in the cache still
+        number = best_fit(((n, memory.size) for n, memory in self._free.items()), size)
+        if number is not None:
             self._lent[number] = self._free.pop(number)
             return number, self._lent[number], None
         size = max(size, SMALLEST_BYTES)
@@ -175,16 +175,17 @@ class _End:
                     os.close(descriptor)
 
     def _take(self, size: int, deadline: Deadline) -> tuple[int, _Bytes, int | None]:
-        self._socket.settimeout(0.0)
         while True:
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    self._buffers.freed(_FREED.unpack(self._check(self._socket.recv(_LARGEST), FREED))[1])
+                    self._hear_freed(0.0)
             if (taken := self._buffers.take(size)) is not None:
                 return taken
-            self._socket.settimeout(deadline.remaining())
-            self._buffers.freed(_FREED.unpack(self._check(self._socket.recv(_LARGEST), FREED))[1])
-            self._socket.settimeout(0.0)
+            self._hear_freed(deadline.remaining())
+
+    def _hear_freed(self, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        self._buffers.freed(_FREED.unpack(self._check(self._socket.recv(_LARGEST), FREED))[1])
 
     def wait_sent(self, timeout_s: float) -> None:
         del timeout_s  # `send` has taken the bytes
