@@ -5,9 +5,10 @@ once the prompts are computed), and threads that outnumber cores wait for each o
 file, mapped by all of this user's workers on the machine, until when it counts as busy, and reads the others' notes
 before each step.
 
-    number of slots in use | slot | slot | …    slot:  pid, group, its ranks, busy until (ns, the monotonic clock)
+    number of slots in use | slot | slot | …    slot: pid, group, its ranks, busy until (ns, the monotonic clock)
 
-The first rank of a group notes for all of them: they step together. A note needs no care: one that a dead worker left runs out, and a wrong one costs speed for one step.
+The first rank of a group notes for all of them: they step together. A note needs no care: one that a dead worker left
+runs out, and a wrong one costs speed for one step.
 """
 
 from __future__ import annotations
