@@ -25,8 +25,9 @@ from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.engine_driver import EngineLike
 from kvferry.cluster.engine_loop import EngineLoop
 from kvferry.cluster.group import FollowerChannel, LeaderChannel, exit_process
-from kvferry.cluster.hub import Hub, PeerServer
+from kvferry.cluster.hub import Hub
 from kvferry.cluster.telemetry import configure_logging
+from kvferry.cluster.wire import WireServer
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import GroupUnavailable, KvferryError
 from kvferry.runtime.ids import Peer
@@ -241,8 +242,8 @@ class StreamThread:
         hub = Hub(self._info, self._secret)
         self.engine_loop = EngineLoop(self._engine, hub)
         hub.bind(self.engine_loop)
-        server = PeerServer(hub, self._host)
-        await server.start()
+        server = WireServer(self._host, hub.open_stream)
+        server.start()
         self.port = server.port
         self._ready.set()
         await hub.heartbeat()
