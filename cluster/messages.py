@@ -14,7 +14,7 @@ from kvferry.runtime.reports import EngineLoad
 from kvferry.runtime.request import SequenceRequest, TokenEvent
 from kvferry.runtime.transfer.ticket import ExpectRequest, GroupAddress, Ticket, TransferEvent
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 # ---------------------------------------------------------------- gateway → group
@@ -157,6 +157,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     info: GroupInfo
 
 
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """In place of `Welcome`: the stream ends."""
+
+    error_label: str
+    error_message: str
+
+
 class StepFrame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Also the heartbeat: sent at least every `heartbeat_s`, empty when nothing happened."""
 
@@ -197,7 +204,7 @@ class KvSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
     hashes: list[BlockHash]
 
 
-FromGroup = Welcome | StepFrame | Reply | Audit | KvSnapshot
+FromGroup = Welcome | Refused | StepFrame | Reply | Audit | KvSnapshot
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_group = msgspec.msgpack.Decoder(ToGroup).decode

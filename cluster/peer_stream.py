@@ -1,4 +1,4 @@
-"""The stream between a gateway and a group's leader: one bidirectional gRPC call that carries raw msgpack frames.
+"""The stream between a gateway and a group's leader: one connection, messages both ways.
 
     gateway (`RemoteGroup`)                        leader (`hub.Hub`)
         │ Hello(version, secret) ───────────────────────▶ │ compared in constant time
@@ -6,41 +6,28 @@
         │ Submit · Cancel · Expect · … ─────────────────▶ │
         │ ◀──────── StepFrame · Reply · Audit · KvSnapshot│
 
-No protobuf: method `/kvferry.Peer/Open` with the identity as serialiser. A stream that ends is not reopened: the
-gateway tells the supervisor, which replaces the group under a new epoch.
+Frames are msgpack, over TCP (`wire.py`). A stream that ends is not reopened: the gateway tells the supervisor, which
+replaces the group under a new epoch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import grpc
 import msgspec
 import structlog
 
 from kvferry.cluster import messages as m
-from kvferry.runtime.errors import GroupUnavailable, Unauthenticated, error_of
+from kvferry.cluster.wire import Dial, Wire, dial_tcp
+from kvferry.runtime.errors import GroupUnavailable, error_of
 from kvferry.runtime.ids import BlockHash, Peer, SequenceKey, TransferId
 from kvferry.runtime.request import SequenceRequest
 from kvferry.runtime.transfer.ticket import ExpectRequest, Ticket
 
-SERVICE = "kvferry.Peer"
-METHOD = "Open"
-MAX_MESSAGE_BYTES = 64 << 20
-"""A snapshot of a million hashes is 18 MB."""
-MAX_QUEUED_FRAMES = 4096
 ALIVE_S = 2.0
-"""A gateway that has said nothing for so long sends `Alive`."""
-
-CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-]
+"""How often a gateway says that it is there: one whose machine vanishes closes no connection."""
 
 _log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer", m.Reply, m.Audit, m.KvSnapshot)
@@ -49,48 +36,25 @@ OnFrame = Callable[["RemoteGroup", m.StepFrame], None]
 OnDown = Callable[["RemoteGroup", str], None]
 
 
-class Call(Protocol):
-    """The part of a `grpc.aio` stream-stream call that is used here."""
-
-    def write(self, data: bytes, /) -> Awaitable[None]: ...
-    def read(self) -> Awaitable[Any]:
-        """The next frame; something else than `bytes` at the end."""
-
-    def cancel(self) -> Any: ...
-
-
-CloseChannel = Callable[[], Awaitable[None]]
-Dial = Callable[[str], tuple[Call, CloseChannel]]
-
-
-def dial_grpc(target: str) -> tuple[Call, CloseChannel]:
-    """Opens the stream to a group's leader; nothing waits yet."""
-    channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return channel.stream_stream(f"/{SERVICE}/{METHOD}")(wait_for_ready=True), channel.close
-
-
 class RemoteGroup:
     """A live incarnation of a group as a gateway sees it: implements `ports.GroupPort`.
 
-    Messages never block: they wait in a bounded queue, and a group that does not empty it counts as lost. `on_frame`
-    and `on_down` are called on the event loop; `on_down` once, and not after `close`.
+    Messages never block: what the group does not take waits, bounded; one that falls too far behind counts as lost.
+    `on_frame` and `on_down` are called on the event loop; `on_down` once, and not after `close`.
     """
 
-    def __init__(
-        self, call: Call, close_channel: CloseChannel, info: m.GroupInfo, on_frame: OnFrame, on_down: OnDown
-    ) -> None:
+    def __init__(self, wire: Wire, info: m.GroupInfo, on_frame: OnFrame, on_down: OnDown) -> None:
         self.info = info
-        self._close_channel = close_channel
-        self._call = call
+        self._wire = wire
         self._on_frame = on_frame
         self._on_down = on_down
-        self._outgoing: asyncio.Queue[m.ToGroup] = asyncio.Queue(maxsize=MAX_QUEUED_FRAMES)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 1
         self._closed = False
         self._alive_s = ALIVE_S
-        self._clock = asyncio.get_running_loop().time
-        self._last_frame = self._clock()
+        self._loop = asyncio.get_running_loop()
+        self._last_frame = self._loop.time()
+        self._heartbeat = self._loop.call_later(self._alive_s, self._say_alive)
         self._pump = asyncio.create_task(self._run(), name=f"peer-stream-{info.address.peer}")
 
     @classmethod
@@ -102,25 +66,28 @@ class RemoteGroup:
         on_frame: OnFrame,
         on_down: OnDown,
         timeout_s: float,
-        dial: Dial = dial_grpc,
+        dial: Dial = dial_tcp,
     ) -> RemoteGroup:
-        """Raises `Unauthenticated`, or `GroupUnavailable` when there is no valid `Welcome` within `timeout_s`."""
-        call, close_channel = dial(target)
+        """Raises the group's own refusal, or `GroupUnavailable` without a valid `Welcome` within `timeout_s`."""
+        wire: Wire | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                await call.write(m.encode(m.Hello(version=m.PROTOCOL_VERSION, secret=secret, gateway=gateway)))
-                first = await call.read()
-            welcome = m.decode_from_group(first) if isinstance(first, bytes) else None
-        except (TimeoutError, grpc.RpcError, msgspec.MsgspecError, asyncio.InvalidStateError) as error:
-            await close_channel()
-            if isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                raise Unauthenticated(f"the group at {target} refused: {error.details()}") from error
-            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else f"{type(error).__name__} {error}"
-            raise GroupUnavailable(f"the group at {target} gave no welcome within {timeout_s} s: {why}") from error
-        if not isinstance(welcome, m.Welcome) or welcome.version != m.PROTOCOL_VERSION:
-            await close_channel()
-            raise GroupUnavailable(f"the group at {target} speaks another protocol: {welcome!r:.80}")
-        return cls(call, close_channel, welcome.info, on_frame, on_down)
+                wire = await dial(target)
+                wire.send(m.encode(m.Hello(version=m.PROTOCOL_VERSION, secret=secret, gateway=gateway)))
+                first = await wire.receive()
+            welcome = None if first is None else m.decode_from_group(first)
+            if isinstance(welcome, m.Welcome) and welcome.version == m.PROTOCOL_VERSION:
+                taken, wire = wire, None
+                return cls(taken, welcome.info, on_frame, on_down)
+        except (OSError, msgspec.MsgspecError) as error:  # TimeoutError is an OSError
+            why = f"the group at {target} gave no welcome within {timeout_s} s: {type(error).__name__} {error}"
+            raise GroupUnavailable(why) from error
+        finally:
+            if wire is not None:
+                wire.close()
+        if isinstance(welcome, m.Refused):
+            raise error_of(welcome.error_label, f"the group at {target} refused: {welcome.error_message}")
+        raise GroupUnavailable(f"the group at {target} speaks another protocol: {welcome!r:.80}")
 
     @property
     def peer(self) -> Peer:
@@ -128,7 +95,7 @@ class RemoteGroup:
 
     def silent_s(self) -> float:
         """Seconds since the last frame."""
-        return self._clock() - self._last_frame
+        return self._loop.time() - self._last_frame
 
     # ------------------------------------------------------------ messages
     def submit(self, sequences: list[SequenceRequest]) -> None:
@@ -154,12 +121,12 @@ class RemoteGroup:
 
     def _put(self, message: m.ToGroup) -> None:
         """To a group that is gone: nothing; its end is reported through `on_down`."""
-        if self._closed:
-            return
-        try:
-            self._outgoing.put_nowait(message)
-        except asyncio.QueueFull:
-            self._end(f"it has taken no message while {MAX_QUEUED_FRAMES} waited")
+        if not self._closed:
+            self._wire.send(m.encode(message))
+
+    def _say_alive(self) -> None:
+        self._put(m.Alive())
+        self._heartbeat = self._loop.call_later(self._alive_s, self._say_alive)
 
     # ------------------------------------------------------------ calls
     def expect(self, request: ExpectRequest, timeout_s: float) -> Awaitable[Ticket]:
@@ -206,33 +173,21 @@ class RemoteGroup:
 
     # ------------------------------------------------------------ the stream's own life
     async def _run(self) -> None:
+        reason = "it closed the stream"
         try:
-            async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(self._write())
-                await self._read()
-                writer.cancel()
-            reason = "it closed the stream"
-        except* (grpc.RpcError, asyncio.InvalidStateError, msgspec.MsgspecError) as failures:
-            first = failures.exceptions[0]
-            reason = first.details() if isinstance(first, grpc.aio.AioRpcError) else f"{type(first).__name__}: {first}"
-        except* Exception as failures:  # noqa: BLE001  a fault of this gateway: loud, and the group is given up
+            await self._read()
+        except (OSError, msgspec.MsgspecError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001  a fault of this gateway: loud, and the group is given up
             _log.exception("frame_not_understood", peer=str(self.peer))
-            reason = f"a frame could not be handled: {failures.exceptions[0]}"
+            reason = f"a frame could not be handled: {error}"
         self._end(reason)
 
-    async def _write(self) -> None:
-        while True:
-            message: m.ToGroup = m.Alive()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._alive_s):
-                    message = await self._outgoing.get()
-            await self._call.write(m.encode(message))
-
     async def _read(self) -> None:
-        while isinstance(data := await self._call.read(), bytes):
+        while (data := await self._wire.receive()) is not None:
             frame = m.decode_from_group(data)
             if isinstance(frame, m.StepFrame):
-                self._last_frame = self._clock()
+                self._last_frame = self._loop.time()
                 self._on_frame(self, frame)
             elif isinstance(frame, m.Reply | m.Audit | m.KvSnapshot):
                 waiting = self._calls.pop(frame.call_id, None)
@@ -243,7 +198,8 @@ class RemoteGroup:
         if self._closed:
             return
         self._closed = True
-        self._call.cancel()
+        self._heartbeat.cancel()
+        self._wire.close()
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(GroupUnavailable(f"{self.peer} is gone: {reason}"))
@@ -256,7 +212,6 @@ class RemoteGroup:
         self._end("closed here")
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
-        await self._close_channel()
 
 
 def _nobody(_group: RemoteGroup, _reason: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,8 +30,6 @@ from kvferry.runtime.transfer.ticket import GroupAddress
 PLACE_TIMEOUT_S = 30.0
 TRIAL_TIMEOUT_S = 1
 """Whole seconds: Ray rounds down."""
-NUM_CALL_THREADS = 4
-"""Of an actor: `load` or `start`, `progress`, `wait_end`, and one to spare."""
 
 _log = structlog.get_logger(__name__)
 
@@ -62,11 +60,11 @@ class RayGroup:
         self._on_this_machine = on_this_machine
         self._processes: list[psutil.Process] = []  # each remembers its start time, so a reused pid is not hit
 
-    async def call(self, timeout_s: float, calls: list[Any]) -> list[Any]:
+    async def call(self, timeout_s: float, calls: Sequence[Awaitable[Any]]) -> list[Any]:
         """Results of one call per rank. Raises `GroupUnavailable`, or what a rank reported."""
         try:
             async with asyncio.timeout(timeout_s):
-                results = await asyncio.gather(*(_result(call) for call in calls))
+                results = await asyncio.gather(*calls)
         except TimeoutError:
             raise GroupUnavailable(f"{self.peer} did not start within {timeout_s} s") from None
         except RayError as error:
@@ -79,18 +77,17 @@ class RayGroup:
     async def bring_up(self, options: RayOptions, on_progress: OnProgress) -> None:
         shares = [0.0] * len(self.actors)
 
-        async def follow(rank: int) -> None:
-            while shares[rank] < 1.0:
-                shares[rank] = await _result(self.actors[rank].progress.remote(shares[rank]))
+        async def load(rank: int) -> Loaded | Failure:
+            async for reference in self.actors[rank].load.options(num_returns="streaming").remote():
+                news: float | Loaded | Failure = await reference
+                if not isinstance(news, float):
+                    return news
+                shares[rank] = news
                 on_progress(sum(shares) / len(shares))
+            raise GroupUnavailable(f"{self.peer} did not start: rank {rank} has loaded nothing")
 
-        follows = [asyncio.ensure_future(_quietly(follow(rank))) for rank in range(len(self.actors))]
-        try:
-            loaded: list[Loaded] = await self.call(options.load_timeout_s, [a.load.remote() for a in self.actors])
-        finally:
-            for task in follows:
-                task.cancel()
-            await asyncio.gather(*follows, return_exceptions=True)
+        loads = [load(rank) for rank in range(len(self.actors))]
+        loaded: list[Loaded] = await self.call(options.load_timeout_s, loads)
         pids = [rank.pid for rank in loaded]
         if self._on_this_machine:
             try:
@@ -103,7 +100,7 @@ class RayGroup:
             fingerprint=loaded[0].fingerprint,
             ranks=[rank.address for rank in loaded],
         )
-        starts = [actor.start.remote(own, loaded[0], pids) for actor in self.actors]
+        starts = [_result(actor.start.remote(own, loaded[0], pids)) for actor in self.actors]
         started: list[Started] = await self.call(options.start_timeout_s, starts)
         self.target = started[0].target
 
@@ -213,7 +210,6 @@ class RayLauncher:
             actor = self._actor_class.options(
                 num_cpus=allotment.cpus,
                 max_restarts=0,
-                max_concurrency=NUM_CALL_THREADS,
                 scheduling_strategy=where,
                 name=f"{peer}.{rank}",
             )
@@ -227,12 +223,6 @@ def _free_resources() -> Any:
 
 async def _result(reference: Any) -> Any:
     return await reference
-
-
-async def _quietly(work: Coroutine[Any, Any, None]) -> None:
-    """For progress, which is only for show: what ails the actor is reported by `load`."""
-    with contextlib.suppress(RayError):
-        await work
 
 
 def _short(error: BaseException | None) -> str:

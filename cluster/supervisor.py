@@ -23,8 +23,9 @@ import structlog
 
 from kvferry.cluster import messages as m
 from kvferry.cluster.config import GroupSpec, Role
-from kvferry.cluster.peer_stream import Dial, RemoteGroup, dial_grpc
+from kvferry.cluster.peer_stream import RemoteGroup
 from kvferry.cluster.topology import Allotment
+from kvferry.cluster.wire import Dial, dial_tcp
 from kvferry.runtime.errors import FatalError, GroupUnavailable, KvferryError, NotFound, TransientError
 from kvferry.runtime.ids import Epoch, GroupId, Peer
 
@@ -124,7 +125,7 @@ class Supervisor:
         secret: str,
         gateway: str,
         policy: SupervisorPolicy | None = None,
-        dial: Dial = dial_grpc,
+        dial: Dial = dial_tcp,
     ) -> None:
         self._allotments = allotments
         self._tasks = asyncio.TaskGroup()

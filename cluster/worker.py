@@ -1,6 +1,6 @@
 """One rank of a group in a process of its own: the Ray actor. Rank 0 leads: it runs the engine and serves the gateways.
 
-    supervisor ── load ─▶ every rank       loads its shard (in parallel); returns where it can be met
+    supervisor ── load ─▶ every rank       loads its shard (in parallel); tells how far, then where it can be met
                ── start ▶ every rank       the group's channel closes, links are attached, the leader opens its stream
                ── wait_end ▶ every rank    never returns; Ray fails it within milliseconds of the process's death
 
@@ -14,7 +14,9 @@ import asyncio
 import importlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -25,8 +27,9 @@ from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.engine_driver import EngineLike
 from kvferry.cluster.engine_loop import EngineLoop
 from kvferry.cluster.group import FollowerChannel, LeaderChannel, exit_process
-from kvferry.cluster.hub import Hub, PeerServer
+from kvferry.cluster.hub import Hub
 from kvferry.cluster.telemetry import configure_logging
+from kvferry.cluster.wire import WireServer
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.errors import GroupUnavailable, KvferryError
 from kvferry.runtime.ids import Peer
@@ -40,6 +43,7 @@ PARENT_CHECK_S = 2.0
 ORPHAN_GRACE_S = 6.0
 """Ray ends its workers itself; one that outlives its raylet by so long ends on its own."""
 PROGRESS_POLL_S = 5.0
+PROGRESS_STEP = 0.05
 
 _log = structlog.get_logger(__name__)
 
@@ -100,7 +104,11 @@ class RankLike(Protocol):
 
 
 class Worker:
-    """Lives inside one Ray actor with several threads; each method is called once, `progress` as often as one likes."""
+    """Lives inside one Ray actor; each method is called once, one after the other.
+
+    Ray runs them in the process's main thread, and `wait_end` keeps it. Idle, that thread would come around a hundred
+    times a second, with Python's lock, beside the engine.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -113,7 +121,28 @@ class Worker:
         threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
 
     # ------------------------------------------------------------ called through Ray
-    def load(self) -> Loaded | Failure:
+    def load(self) -> Iterator[float | Loaded | Failure]:
+        """The loaded share in [0, 1] as it grows, then what has come of it."""
+        with ThreadPoolExecutor(1, "load") as thread:
+            loading = thread.submit(self._load)
+            loading.add_done_callback(self._on_loaded)
+            seen = 0.0
+            while not loading.done():
+                with self._progress:
+                    news = partial(self._has_news, loading, seen)
+                    self._progress.wait_for(news, timeout=PROGRESS_POLL_S)
+                    seen = self._loaded_share
+                yield seen
+            yield loading.result()
+
+    def _has_news(self, loading: Future[Loaded | Failure], seen: float) -> bool:
+        return loading.done() or self._loaded_share >= seen + PROGRESS_STEP
+
+    def _on_loaded(self, _loading: Future[Loaded | Failure]) -> None:
+        with self._progress:
+            self._progress.notify_all()
+
+    def _load(self) -> Loaded | Failure:
         spec = self._spec
         try:
             if spec.rank == 0 and spec.tp_size > 1:
@@ -140,12 +169,6 @@ class Worker:
             group_port=self._channel.port if self._channel else 0,
             pid=os.getpid(),
         )
-
-    def progress(self, seen: float) -> float:
-        """The loaded share in [0, 1], once it differs from `seen` or after `PROGRESS_POLL_S`."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._loaded_share != seen, timeout=PROGRESS_POLL_S)
-            return self._loaded_share
 
     def start(self, own: GroupAddress, leader: Loaded, pids: list[int]) -> Started | Failure:
         """On all ranks at the same time, once all are loaded."""
@@ -245,8 +268,8 @@ class StreamThread:
         hub = Hub(self._info, self._secret)
         self.engine_loop = EngineLoop(self._engine, hub, on_rest=self._on_rest)
         hub.bind(self.engine_loop)
-        server = PeerServer(hub, self._host)
-        await server.start()
+        server = WireServer(self._host, hub.open_stream)
+        server.start()
         self.port = server.port
         self._ready.set()
         await hub.heartbeat()

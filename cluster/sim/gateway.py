@@ -17,7 +17,7 @@ from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.config import GroupSpec, Role
 from kvferry.cluster.coordinator import Coordinator
 from kvferry.cluster.intake import Intake
-from kvferry.cluster.peer_stream import Call, CloseChannel, RemoteGroup
+from kvferry.cluster.peer_stream import RemoteGroup
 from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import Change, Registry, RegistryConfig
 from kvferry.cluster.router import Router, RouterConfig
@@ -25,6 +25,7 @@ from kvferry.cluster.sim.group import SECRET, SimGroup
 from kvferry.cluster.sim.loop import SkewedClock
 from kvferry.cluster.sim.network import Network, Process
 from kvferry.cluster.sim.trace import Trace
+from kvferry.cluster.wire import Wire
 from kvferry.runtime.errors import KvferryError, StaleAttempt
 from kvferry.runtime.ids import Epoch, GroupId, Peer
 
@@ -86,8 +87,8 @@ class SimGateway:
             await port.close()
         await self._tasks.__aexit__(None, None, None)
 
-    def dial(self, target: str) -> tuple[Call, CloseChannel]:
-        return self._network.dial(self.process, target)
+    async def dial(self, target: str) -> Wire:
+        return await self._network.dial(self.process, target)
 
     # ------------------------------------------------------------ streams without a supervisor
     def attach(self, group: SimGroup) -> None:

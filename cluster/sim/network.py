@@ -1,8 +1,7 @@
 """Simulated processes and the streams between gateways and groups' leaders: bytes in order, late, until they break.
 
-A stream stands in for the gRPC call: `Dialled` is what `peer_stream.RemoteGroup` drives, `Served` what `hub.Hub` does.
-TCP's promises hold: no frame is lost, repeated or overtaken unless the stream breaks; a reader that does not read
-holds up its writer.
+A stream stands in for the TCP connection: each side has a `wire.Wire` of it. TCP's promises hold: no frame is lost,
+repeated or overtaken unless the stream breaks; what a reader does not read waits at its writer.
 """
 
 from __future__ import annotations
@@ -10,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
-import grpc
-
-from kvferry.cluster.peer_stream import Call, CloseChannel
 from kvferry.cluster.sim.trace import Trace
+from kvferry.cluster.wire import MAX_UNSENT_FRAMES, Wire
 
 WINDOW = 64
-"""Frames on their way or unread, per direction; whoever writes more waits."""
+"""Frames on their way or unread, per direction; more wait at their writer."""
 
 
-class StreamBroken(grpc.RpcError):  # type: ignore[misc]  # grpc has no types
+class StreamBroken(ConnectionError):
     """The other end is gone, or the way to it."""
 
 
@@ -75,21 +73,24 @@ class _Pipe:
         self._unread: deque[bytes] = deque()
         self._num_flying = 0
         self._reader: asyncio.Future[None] | None = None
-        self._writers: deque[asyncio.Future[None]] = deque()
+        self._unsent: deque[bytes] = deque()
         self._last_arrival = 0.0
         self._failed = False
         self.stalled_until = 0.0
         """Nothing is read before: a reader that does not come to it."""
 
-    async def write(self, data: bytes) -> None:
-        while self._num_flying + len(self._unread) >= WINDOW and not self._failed:
-            waiter = self._stream.loop.create_future()
-            self._writers.append(waiter)
-            await waiter
+    def send(self, data: bytes) -> None:
         if self._failed:
-            raise StreamBroken("broken")
-        self._num_flying += 1
-        self._sender.do(lambda: self._push(data))
+            return
+        self._unsent.append(data)
+        self._fill_window()
+        if len(self._unsent) > MAX_UNSENT_FRAMES:
+            self._stream.break_off("the other side does not read")
+
+    def _fill_window(self) -> None:
+        while self._unsent and self._num_flying + len(self._unread) < WINDOW:
+            self._num_flying += 1
+            self._sender.do(partial(self._push, self._unsent.popleft()))
 
     def _push(self, data: bytes) -> None:
         loop = self._stream.loop
@@ -105,7 +106,7 @@ class _Pipe:
         self._unread.append(data)
         self._wake_reader()
 
-    async def read(self) -> bytes:
+    async def receive(self) -> bytes:
         """Raises `StreamBroken`."""
         while not self._unread:
             if self._failed:
@@ -113,8 +114,7 @@ class _Pipe:
             self._reader = self._stream.loop.create_future()
             await self._reader
         data = self._unread.popleft()
-        if self._writers and not (writer := self._writers.popleft()).done():
-            writer.set_result(None)
+        self._fill_window()
         return data
 
     def _wake_reader(self) -> None:
@@ -125,20 +125,18 @@ class _Pipe:
         """What was not read by now is lost."""
         self._failed = True
         self._unread.clear()
+        self._unsent.clear()
         self._wake_reader()
-        for writer in self._writers:
-            if not writer.done():
-                writer.set_result(None)
 
 
 class Server(Protocol):
     """A leader's hub."""
 
-    async def open_stream(self, requests: AsyncIterator[bytes], context: Any) -> None: ...
+    async def open_stream(self, wire: Wire) -> None: ...
 
 
 class Stream:
-    """A dialled stream. `Call` of the gateway's side, context and requests of the leader's side."""
+    """A dialled stream."""
 
     def __init__(
         self, network: Network, gateway: Process, group: Process, server: Server, trace: Trace, rng: random.Random
@@ -163,28 +161,15 @@ class Stream:
 
     def _serve(self) -> None:
         if not self.broken:
-            self._task = self.loop.create_task(self._server.open_stream(self._requests(), self), name="served stream")
+            self._task = self.loop.create_task(
+                self._server.open_stream(End(self, "group", self.down, self.up)), name="served stream"
+            )
             self._task.add_done_callback(self._served)
 
     def _served(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, StreamBroken):
             self.trace.failed(f"the hub of {self.group.name} failed: {error!r}")
         self.break_off("the group closed it")
-
-    async def _requests(self) -> AsyncIterator[bytes]:
-        while True:
-            try:
-                data = await self.up.read()
-            except StreamBroken:
-                return
-            yield data
-
-    # ------------------------------------------------------------ the leader's context
-    async def write(self, data: bytes) -> None:
-        await self.down.write(data)
-
-    async def abort(self, code: Any, details: str) -> None:
-        raise StreamBroken(f"{code}: {details}")
 
     # ------------------------------------------------------------ its end
     def break_off(self, reason: str) -> None:
@@ -206,33 +191,26 @@ class Stream:
             self._task.cancel()
 
 
-class Dialled:
-    """The gateway's side: implements `peer_stream.Call`."""
+class End:
+    """One side of a stream: implements `wire.Wire`."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, side: str, out: _Pipe, into: _Pipe) -> None:
         self._stream = stream
+        self._side = side
+        self._out = out
+        self._into = into
 
-    async def write(self, data: bytes, /) -> None:
-        await self._stream.up.write(data)
+    def send(self, frame: bytes, /) -> None:
+        self._out.send(frame)
 
-    async def read(self) -> bytes:
-        return await self._stream.down.read()
+    async def receive(self) -> bytes | None:
+        return await self._into.receive()
 
-    def cancel(self) -> None:
-        self._stream.break_off("the gateway closed it")
+    def trust(self) -> None:
+        """Nobody lies here."""
 
-
-class _Unreachable:
-    """A call to somebody who is not there."""
-
-    async def write(self, _data: bytes, /) -> None:
-        raise StreamBroken("nobody listens there")
-
-    async def read(self) -> bytes:
-        raise StreamBroken("nobody listens there")
-
-    def cancel(self) -> None:
-        """Nothing was begun."""
+    def close(self) -> None:
+        self._stream.break_off(f"the {self._side} closed it")
 
 
 class Network:
@@ -254,18 +232,14 @@ class Network:
         self._listening[target] = (process, server)
         process.on_end(lambda: self._listening.pop(target, None))
 
-    def dial(self, gateway: Process, target: str) -> tuple[Call, CloseChannel]:
+    async def dial(self, gateway: Process, target: str) -> Wire:
         if target not in self._listening or not gateway.alive:
-            return _Unreachable(), _close
+            raise StreamBroken("nobody listens there")
         self._num_dialled += 1
         rng = random.Random(f"{self._seed}/stream {self._num_dialled}")
         stream = Stream(self, gateway, *self._listening[target], self._trace, rng)
         self.streams[stream] = None
-        return Dialled(stream), _close
+        return End(stream, "gateway", stream.up, stream.down)
 
     def between(self, gateway: Process, group: Process) -> list[Stream]:
         return [s for s in self.streams if s.gateway is gateway and s.group is group]
-
-
-async def _close() -> None:
-    """Of a channel: the call's end was all."""

@@ -1,18 +1,20 @@
-"""The stream between a gateway and a leader over real gRPC, with a toy engine behind it."""
+"""The stream between a gateway and a leader over real sockets, with a toy engine behind it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import struct
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
-import grpc
 import pytest
 
 from kvferry.cluster import hub as hub_module
 from kvferry.cluster import messages as m
 from kvferry.cluster import peer_stream as stream_module
-from kvferry.cluster.peer_stream import CHANNEL_OPTIONS, METHOD, SERVICE, RemoteGroup
+from kvferry.cluster import wire as wire_module
+from kvferry.cluster.peer_stream import RemoteGroup
+from kvferry.cluster.wire import Wire, dial_tcp
 from kvferry.runtime.errors import GroupUnavailable, NoFreeBlocks, Unauthenticated
 from kvferry.runtime.ids import TransferId
 from kvferry.runtime.kv.hashing import hash_chain
@@ -53,9 +55,17 @@ class Gateway:
         return [event.token_id for frame in self.frames for event in frame.tokens]
 
 
-async def _read_to_end(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
+async def _dial(leader: Leader, first: bytes) -> Wire:
+    """A stream that opens by hand."""
+    wire = await dial_tcp(leader.target)
+    wire.send(first)
+    return wire
+
+
+async def _end_of(wire: Wire) -> None:
+    async with asyncio.timeout(5):
+        while await wire.receive() is not None:
+            pass
 
 
 @pytest.fixture
@@ -164,10 +174,10 @@ async def test_lost_leader_ends_pending_calls_and_is_reported_once(
     """Fault: a call that waits for its deadline although the group is known to be gone."""
     gateway = Gateway()
     port = await gateway.connect(leader.target)
-    monkeypatch.setattr(leader.hub, "_on_reply", lambda *_: None)
+    monkeypatch.setattr(leader.engine_loop._driver, "_reply", lambda *_: None)
     audit = asyncio.create_task(port.audit(60))
     await asyncio.sleep(0.05)
-    await leader.server.stop(0)
+    await leader.server.stop()
     with pytest.raises(GroupUnavailable, match="gone"):
         await audit
     await gateway.wait(lambda: bool(gateway.down))
@@ -181,7 +191,7 @@ async def test_lost_leader_ends_pending_calls_and_is_reported_once(
 async def test_silent_call_ends_at_its_deadline(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = Gateway()
     port = await gateway.connect(leader.target)
-    monkeypatch.setattr(leader.hub, "_on_reply", lambda *_: None)
+    monkeypatch.setattr(leader.engine_loop._driver, "_reply", lambda *_: None)
     with pytest.raises(GroupUnavailable, match="not answered"):
         await port.audit(0.05)
     assert not port._calls
@@ -201,24 +211,32 @@ async def test_wrong_secret_is_refused(leader: Leader, secret: str) -> None:
 )
 async def test_stream_that_opens_badly_is_refused(leader: Leader, first: bytes) -> None:
     """Fault: a stream that is served before it has named its version and secret."""
-    async with grpc.aio.insecure_channel(leader.target, options=CHANNEL_OPTIONS) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-        await call.write(first)
-        with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await call.read()
-    assert failure.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION)
+    wire = await _dial(leader, first)
+    async with asyncio.timeout(5):
+        answer = m.decode_from_group(await wire.receive() or b"")
+    assert isinstance(answer, m.Refused)
+    assert answer.error_label in ("unauthenticated", "incompatible_peer")
+    await _end_of(wire)
+
+
+async def test_stranger_cannot_make_the_leader_keep_megabytes(leader: Leader) -> None:
+    """Fault: a length is believed before its sender has shown who it is."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", leader.server.port)
+    writer.write(struct.pack("<I", wire_module.MAX_FIRST_BYTES + 1) + bytes(8))
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionError):  # it may find our bytes unread
+            await reader.read()
+    writer.close()
+    assert leader.hub.num_connections == 0
 
 
 async def test_garbage_after_the_welcome_ends_only_its_own_stream(leader: Leader) -> None:
     gateway = Gateway()
     port = await gateway.connect(leader.target)
-    async with grpc.aio.insecure_channel(leader.target, options=CHANNEL_OPTIONS) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-        await call.write(m.encode(m.Hello(m.PROTOCOL_VERSION, SECRET, "bad")))
-        await call.read()
-        await call.write(b"\xc1")
-        with pytest.raises(grpc.aio.AioRpcError):
-            await _read_to_end(call)
+    wire = await _dial(leader, m.encode(m.Hello(m.PROTOCOL_VERSION, SECRET, "bad")))
+    await wire.receive()
+    wire.send(b"\xc1")
+    await _end_of(wire)
     assert (await port.audit(5)).broken == []
     await port.close()
 
@@ -247,15 +265,16 @@ async def test_heartbeats_come_when_idle_and_stop_when_the_engine_hangs(
 
 async def test_gateway_that_does_not_read_is_cut_off(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: one slow gateway fills the leader's memory or stops the engine."""
-    monkeypatch.setattr(hub_module, "MAX_QUEUED_FRAMES", 4)
-    async with grpc.aio.insecure_channel(leader.target, options=CHANNEL_OPTIONS) as channel:
-        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-        await call.write(m.encode(m.Hello(m.PROTOCOL_VERSION, SECRET, "slow")))
-        await call.read()
-        (connection,) = leader.hub._connections.values()
-        for _ in range(6):
-            connection.put(b"x" * 1000)
-        observer = Gateway()
-        port = await observer.connect(leader.target)
-        await observer.wait(lambda: len(leader.hub._connections) == 1)
-        await port.close()
+    monkeypatch.setattr(wire_module, "MAX_UNSENT_FRAMES", 4)
+    reader, writer = await asyncio.open_connection("127.0.0.1", leader.server.port, limit=1)
+    hello = m.encode(m.Hello(m.PROTOCOL_VERSION, SECRET, "slow"))
+    writer.write(struct.pack("<I", len(hello)) + hello)
+    await reader.readexactly(4)
+    (connection,) = leader.hub._connections.values()
+    for _ in range(20):
+        connection.send(bytes(1 << 20))
+    observer = Gateway()
+    port = await observer.connect(leader.target)
+    await observer.wait(lambda: len(leader.hub._connections) == 1)
+    await port.close()
+    writer.close()

@@ -145,7 +145,7 @@ async def test_dead_process_is_replaced_under_a_new_epoch(rig: Rig) -> None:
 
 
 async def test_broken_stream_is_a_death(rig: Rig) -> None:
-    await rig.launcher.started[0].leader.server.stop(0)
+    await rig.launcher.started[0].leader.server.stop()
     await rig.seen.wait("down", 1)
     assert "stream ended" in rig.seen.reason
     await rig.seen.wait("up", 2)
