@@ -73,7 +73,7 @@ def run(model: Decoder, stored: str, threads: int) -> tuple[list[torch.Tensor], 
                 ]
                 batches = make_batches(rows, storage)
                 assert model.compiled is None or model.compiled.takes(batches, storage)
-                logits.append(model.logits(model.forward(batches, storage)))
+                logits.append(model.forward(batches, storage)[0].float())
         return logits, storage.groups[0].blocks.view(torch.uint8)
     finally:
         torch.set_num_threads(before)
