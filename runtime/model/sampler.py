@@ -48,11 +48,10 @@ def sample(
         return [SampledToken(token) for token in token_ids]
     edited = [r for r in others if _edits(inputs[r])]
     drawn = [r for r in others if inputs[r].params.temperature > 0.0]
-    raw = logits_RV.float()
     if edited or drawn:
-        _choose(raw, inputs, edited, drawn, token_ids)
+        _choose(logits_RV, inputs, edited, drawn, token_ids)
     sampled = [SampledToken(token) for token in token_ids]
-    _add_logprobs(raw, inputs, [r for r in others if inputs[r].params.logprobs is not None], sampled)
+    _add_logprobs(logits_RV, inputs, [r for r in others if inputs[r].params.logprobs is not None], sampled)
     return sampled
 
 
@@ -62,7 +61,7 @@ def _choose(
     """Replaces the ids of all rows that are more than an argmax of the raw logits."""
     rows = sorted({*edited, *drawn})
     place = {r: i for i, r in enumerate(rows)}
-    logits = raw[rows]  # a copy
+    logits = raw[rows].float()  # a copy
     for r in edited:
         _edit(logits[place[r]], inputs[r])
     if len(drawn) < len(rows):
@@ -174,7 +173,7 @@ def _add_logprobs(
 ) -> None:
     if not wanted:
         return
-    logprobs = torch.log_softmax(raw[wanted], dim=-1)
+    logprobs = torch.log_softmax(raw[wanted].float(), dim=-1)
     for row, r in zip(logprobs, wanted, strict=True):
         top = row.topk(min(inputs[r].params.logprobs or 0, len(row)))
         alternatives = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
