@@ -33,7 +33,10 @@ _log = structlog.get_logger(__name__)
 
 
 class EngineLoop:
-    """`post` and `report` are thread-safe; all else belongs to the loop's own thread, which also calls the sink."""
+    """`post` and `report` are thread-safe; all else belongs to the loop's own thread, which also calls the sink.
+
+    `on_rest`: called before it waits with nothing to do.
+    """
 
     def __init__(
         self,
@@ -43,11 +46,13 @@ class EngineLoop:
         now_ns: Callable[[], int] = time.time_ns,
         max_inbox: int = MAX_INBOX,
         on_crash: Callable[[str], None] = exit_process,
+        on_rest: Callable[[], None] = lambda: None,
     ) -> None:
         self._driver = EngineDriver(engine, sink.reply, sink.output, now_ns)
         self._sink = sink
         self._now_ns = now_ns
         self._on_crash = on_crash
+        self._on_rest = on_rest
         self._inbox: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=max_inbox)
         self._stopping = False
         self._last_turn = time.monotonic()
@@ -103,6 +108,8 @@ class EngineLoop:
     def _read_inbox(self) -> None:
         """Reads what is there; waits for the first message when the engine has nothing else to do."""
         wait_s = self._driver.wait_s(self._now_ns(), IDLE_S)
+        if wait_s > 0:
+            self._on_rest()
         try:
             item = self._inbox.get(block=wait_s > 0, timeout=wait_s or None)
             for _ in range(MAX_MESSAGES_PER_TURN):

@@ -95,6 +95,7 @@ class RankLike(Protocol):
 
     def attach(self, own: GroupAddress, report: Callable[[LinkReport], None]) -> None: ...
     def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult: ...
+    def rest(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -186,7 +187,7 @@ class Worker:
         engine: EngineLike = _resolve(spec.engine_class)(
             spec.config, rank.kv, rank.hash_root, own, rank.max_context, execute, proposer=rank.proposer
         )
-        stream = StreamThread(self._info(rank, own, pids), spec.secret, self._host, engine)
+        stream = StreamThread(self._info(rank, own, pids), spec.secret, self._host, engine, rank.rest)
         if channel is not None:
             channel.start(stream.engine_loop.report, spec.start_timeout_s)
         rank.attach(own, stream.engine_loop.report)
@@ -218,8 +219,11 @@ class StreamThread:
 
     START_TIMEOUT_S = 10.0
 
-    def __init__(self, info: m.GroupInfo, secret: str, host: str, engine: EngineLike) -> None:
+    def __init__(
+        self, info: m.GroupInfo, secret: str, host: str, engine: EngineLike, on_rest: Callable[[], None]
+    ) -> None:
         self._info = info
+        self._on_rest = on_rest
         self._secret = secret
         self._host = host
         self._engine = engine
@@ -239,7 +243,7 @@ class StreamThread:
 
     async def _serve(self) -> None:
         hub = Hub(self._info, self._secret)
-        self.engine_loop = EngineLoop(self._engine, hub)
+        self.engine_loop = EngineLoop(self._engine, hub, on_rest=self._on_rest)
         hub.bind(self.engine_loop)
         server = PeerServer(hub, self._host)
         await server.start()

@@ -5,9 +5,10 @@ once the prompts are computed), and threads that outnumber cores wait for each o
 file, mapped by all of this user's workers on the machine, until when it counts as busy, and reads the others' notes
 before each step.
 
-    number of slots in use | slot | slot | …        slot:  pid, group, busy until (ns, the machine's monotonic clock)
+    number of slots in use | slot | slot | …    slot: pid, group, its ranks, busy until (ns, the monotonic clock)
 
-A note needs no care: one that a dead worker left runs out, and a wrong one costs speed for one step.
+The first rank of a group notes for all of them: they step together. A note needs no care: one that a dead worker left
+runs out, and a wrong one costs speed for one step.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _COUNT = struct.Struct("<q")
-_SLOT = struct.Struct("<qqq")
+_SLOT = struct.Struct("<qqqq")
 _NUM_SLOTS = 1024
 _BYTES = _COUNT.size + _NUM_SLOTS * _SLOT.size
 STEP_NS = 10_000_000_000
 """A longer step no longer counts as work."""
 LINGER_NS = 20_000_000
-"""For so long after a step its worker still counts as busy: the next one follows at once, as a rule."""
+"""For so long after a step its worker still counts as busy, unless it says that it rests: the next step may follow."""
 
 
 def usable_cores() -> int:
@@ -60,15 +61,18 @@ def _locked(file: int) -> Iterator[None]:
 
 
 class CoreShare:
-    """One worker's view of the machine's cores. `begin` and `end` are for the thread that computes."""
+    """One rank's view of the machine's cores. `begin`, `end` and `rest` are for the thread that computes."""
 
-    def __init__(self, num_cores: int, group: str, group_size: int = 1, path: Path | None = None) -> None:
-        """`group_size` workers named `group` step together. Raises `OSError` where the file cannot be used."""
+    def __init__(
+        self, num_cores: int, group: str, group_size: int = 1, rank: int = 0, *, path: Path | None = None
+    ) -> None:
+        """`group_size` ranks named `group` step together. Raises `OSError` where the file cannot be used."""
         self._num_cores = num_cores
+        self._notes_for_all = rank == 0
         self._group = int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest(), "little")
         self._group_size = group_size
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.open(path or Path(tempfile.gettempdir()) / f"kvferry-cores-{os.getuid()}", flags, 0o600)
+        file = os.open(path or Path(tempfile.gettempdir()) / f"kvferry-core-shares-{os.getuid()}", flags, 0o600)
         try:
             if os.fstat(file).st_uid != os.getuid():
                 raise PermissionError(f"the file of core shares belongs to user {os.fstat(file).st_uid}")
@@ -84,21 +88,28 @@ class CoreShare:
         now_ns = time.monotonic_ns()
         self._note(now_ns + STEP_NS)
         used = self._notes[_COUNT.size : _COUNT.size + _COUNT.unpack_from(self._notes)[0] * _SLOT.size]
-        others = sum(until_ns > now_ns and group != self._group for _, group, until_ns in _SLOT.iter_unpack(used))
+        others = sum(
+            ranks for _, group, ranks, until_ns in _SLOT.iter_unpack(used) if until_ns > now_ns and group != self._group
+        )
         return max(1, int(self._num_cores // (self._group_size + others)))
 
     def end(self) -> None:
         """The step is over."""
         self._note(time.monotonic_ns() + LINGER_NS)
 
+    def rest(self) -> None:
+        """There is nothing more to do: neighbours may have all cores at once."""
+        self._note(0)
+
     def close(self) -> None:
         """Gives the slot back. Idempotent."""
         if not self._notes.closed:
-            _SLOT.pack_into(self._notes, self._at, 0, 0, 0)
+            _SLOT.pack_into(self._notes, self._at, 0, 0, 0, 0)
             self._notes.close()
 
     def _note(self, until_ns: int) -> None:
-        _SLOT.pack_into(self._notes, self._at, os.getpid(), self._group, until_ns)
+        if self._notes_for_all:
+            _SLOT.pack_into(self._notes, self._at, os.getpid(), self._group, self._group_size, until_ns)
 
     def _claim(self) -> int:
         """Offset of the first slot whose owner is gone."""
@@ -106,7 +117,7 @@ class CoreShare:
             at = _COUNT.size + slot * _SLOT.size
             pid = _SLOT.unpack_from(self._notes, at)[0]
             if pid == 0 or not Path(f"/proc/{pid}").exists():
-                _SLOT.pack_into(self._notes, at, os.getpid(), self._group, 0)
+                _SLOT.pack_into(self._notes, at, os.getpid(), self._group, self._group_size, 0)
                 _COUNT.pack_into(self._notes, 0, max(slot + 1, _COUNT.unpack_from(self._notes)[0]))
                 return at
         raise OSError(f"all {_NUM_SLOTS} slots for workers of this machine are taken")

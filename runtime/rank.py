@@ -83,7 +83,7 @@ class Rank:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         elif device.type == "cpu":
-            self._cores = _core_share(parallel_name or f"{os.getpid()} {id(self)}", tp_size)
+            self._cores = _core_share(parallel_name or f"{os.getpid()} {id(self)}", tp_size, rank)
         self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
         weights = open_weights(files, self.spec, on_progress)
         try:
@@ -135,6 +135,11 @@ class Rank:
             cores.end()
         return result
 
+    def rest(self) -> None:
+        """From the thread that executes: no step will follow for now."""
+        if self._cores is not None:
+            self._cores.rest()
+
     def close(self) -> None:
         if self._links is not None:
             self._links.close()
@@ -151,9 +156,9 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _core_share(group: str, size: int) -> CoreShare | None:
+def _core_share(group: str, size: int, rank: int) -> CoreShare | None:
     try:
-        return CoreShare(usable_cores(), group, size)
+        return CoreShare(usable_cores(), group, size, rank)
     except OSError as error:
         warnings.warn(f"a step uses {torch.get_num_threads()} threads whatever others do: {error}", stacklevel=2)
         return None

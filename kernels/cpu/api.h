@@ -80,6 +80,27 @@ struct Argmax {
   int64_t rows, width, next;
 };
 
+enum { kRace = 64 };  // tokens, and runs of tokens, that compete at a time
+
+// How a token is drawn from a row of logits. Mirrored in sampling.py.
+struct DrawRow {
+  int64_t row;
+  uint64_t seed;
+  uint32_t sequence, position;  // what the noise is a function of, beside the seed
+  double min_p, top_p;          // 0, 1: all
+  int64_t top_k;                // 0: all
+  float temperature;            // more than 0
+};
+
+struct Draw {
+  const void* x;         // [·, width]
+  const DrawRow* draws;  // [num_draws]
+  int64_t* ids;          // [num_draws]
+  uint8_t* scratch;      // [all threads, scratch_bytes]
+  int64_t num_draws, width, padded, scratch_bytes;  // padded: to whole runs of runs
+  int64_t next, joined;
+};
+
 struct SumParts {
   const void* parts;    // [size, count], stride_bytes from one to the next
   void* out;            // [count]
@@ -124,6 +145,7 @@ struct Kernels {
   void (*add_norm[2])(void*);
   void (*gated[2])(void*);
   void (*argmax[2])(void*);
+  void (*draw[2])(void*);
   void (*sum_parts[2])(void*);  // by one thread
   void (*quantize[kNumForms][2])(void*);
   void (*pack_linear)(void*);

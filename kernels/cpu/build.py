@@ -30,6 +30,7 @@ _HEADERS = (
     "linear_quantized.h",
     "program.h",
     "quantize.h",
+    "sample.h",
     "small.h",
     "vec.h",
 )

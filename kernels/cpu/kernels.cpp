@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "linear_quantized.h"
 #include "quantize.h"
+#include "sample.h"
 #include "small.h"
 
 extern "C" {
@@ -12,6 +13,7 @@ const Kernels KVFERRY_ISA = {
     {add_norm<float>, add_norm<bf16>},
     {gated<float>, gated<bf16>},
     {argmax<float>, argmax<bf16>},
+    {draw<float>, draw<bf16>},
     {sum_parts<float>, sum_parts<bf16>},
     {{quantize<float, kBytes>, quantize<bf16, kBytes>},
      {quantize<float, kFineBytes>, quantize<bf16, kFineBytes>},

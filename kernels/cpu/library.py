@@ -20,6 +20,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_add_norm": (_INT, [_INT, _P, _P, _P, _P, _FLOAT, _I64, _I64, _INT]),
     "kvferry_gated": (_INT, [_INT, _P, _P, _I64, _I64, _I64, _INT]),
     "kvferry_argmax": (None, [_INT, _P, _I64, _I64, _P, _P, _INT]),
+    "kvferry_draw_bytes": (_I64, [_I64]),
+    "kvferry_draw": (None, [_INT, _P, _I64, _P, _I64, _P, _P, _INT]),
     "kvferry_packed_linear_bytes": (_I64, [_INT, _I64, _I64]),
     "kvferry_pack_linear": (None, [_INT, _P, _P, _I64, _I64, _INT]),
     "kvferry_linear": (None, [_INT, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64, _INT]),

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvferry.kernels.cpu import sampling as cpu
+from kvferry.kernels.cpu.available import kernels_for
 from kvferry.kernels.sampling import Largest, argmax
 from kvferry.runtime.errors import DeviceError
 from kvferry.runtime.model.philox import Draw, gumbel
@@ -47,32 +49,28 @@ def sample(
     if not others:
         return [SampledToken(token) for token in token_ids]
     edited = [r for r in others if _edits(inputs[r])]
-    drawn = [r for r in others if inputs[r].params.temperature > 0.0]
-    if edited or drawn:
-        _choose(logits_RV, inputs, edited, drawn, token_ids)
+    if edited:
+        _choose_edited(logits_RV, inputs, edited, token_ids)
+    drawn = [r for r in others if inputs[r].params.temperature > 0.0 and not _edits(inputs[r])]
+    for r, token in zip(drawn, _draw(logits_RV, drawn, [inputs[r] for r in drawn]), strict=True):
+        token_ids[r] = token
     sampled = [SampledToken(token) for token in token_ids]
     _add_logprobs(logits_RV, inputs, [r for r in others if inputs[r].params.logprobs is not None], sampled)
     return sampled
 
 
-def _choose(
-    raw: torch.Tensor, inputs: Sequence[SampleInput], edited: list[int], drawn: list[int], token_ids: list[int]
+def _choose_edited(
+    logits_RV: torch.Tensor, inputs: Sequence[SampleInput], edited: list[int], token_ids: list[int]
 ) -> None:
-    """Replaces the ids of all rows that are more than an argmax of the raw logits."""
-    rows = sorted({*edited, *drawn})
-    place = {r: i for i, r in enumerate(rows)}
-    logits = raw[rows].float()  # a copy
-    for r in edited:
-        _edit(logits[place[r]], inputs[r])
-    if len(drawn) < len(rows):
-        _, chosen = argmax(logits)
-        for r in edited:
-            token_ids[r] = chosen[place[r]]
-    if not drawn:
-        return
-    if len(drawn) < len(rows):
-        logits = logits[[place[r] for r in drawn]]
-    for r, token in zip(drawn, _draw(logits, [inputs[r] for r in drawn]), strict=True):
+    """Replaces the ids of rows whose logits are edited first."""
+    logits = logits_RV[edited].float()  # a copy
+    for row, r in zip(logits, edited, strict=True):
+        _edit(row, inputs[r])
+    _, chosen = argmax(logits)
+    drawn = [i for i, r in enumerate(edited) if inputs[r].params.temperature > 0.0]
+    for i, token in zip(drawn, _draw(logits, drawn, [inputs[edited[i]] for i in drawn]), strict=True):
+        chosen[i] = token
+    for r, token in zip(edited, chosen, strict=True):
         token_ids[r] = token
 
 
@@ -101,17 +99,30 @@ def _edit(logits_V: torch.Tensor, one: SampleInput) -> None:
         logits_V[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(less).to(device)
 
 
-def _draw(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[int]:
-    """Filters each row as it asks, then draws. Mutates `logits_RV`."""
-    device = logits_RV.device
-    temperatures = torch.tensor(
-        [[max(one.params.temperature, _LEAST)] for one in inputs], dtype=torch.float32, device=device
-    )
+def _draw(logits_RV: torch.Tensor, rows: list[int], inputs: Sequence[SampleInput]) -> list[int]:
+    """Filters each of these rows as its input asks, then draws."""
+    if not rows:
+        return []
+    if logits_RV.is_contiguous() and (lib := kernels_for(logits_RV, 0)) is not None:
+        return cpu.draw(lib, logits_RV, [_draw_row(row, one) for row, one in zip(rows, inputs, strict=True)])
+    logits, device = logits_RV[rows].float(), logits_RV.device  # a copy
+    temperatures = torch.tensor([[_temperature(one)] for one in inputs], dtype=torch.float32, device=device)
     # Tiny temperatures must not overflow: the largest logit is moved to 0 first, which changes no probability.
-    logits_RV.sub_(logits_RV.amax(dim=-1, keepdim=True)).div_(temperatures)
-    for row, one in zip(logits_RV, inputs, strict=True):
+    logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperatures)
+    for row, one in zip(logits, inputs, strict=True):
         _filter(row, one.params)
-    return _race(logits_RV, inputs)
+    return _race(logits, inputs)
+
+
+def _temperature(one: SampleInput) -> float:
+    return max(one.params.temperature, _LEAST)
+
+
+def _draw_row(row: int, one: SampleInput) -> cpu.DrawRow:
+    p = one.params
+    return cpu.DrawRow(
+        row, p.seed or 0, one.key.index, one.position, p.min_p, p.top_p, max(0, p.top_k), _temperature(one)
+    )
 
 
 def _race(scaled_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[int]:
@@ -169,11 +180,11 @@ def _keep_nucleus(scaled_V: torch.Tensor, top_p: float) -> None:
 
 
 def _add_logprobs(
-    raw: torch.Tensor, inputs: Sequence[SampleInput], wanted: list[int], sampled: list[SampledToken]
+    logits_RV: torch.Tensor, inputs: Sequence[SampleInput], wanted: list[int], sampled: list[SampledToken]
 ) -> None:
     if not wanted:
         return
-    logprobs = torch.log_softmax(raw[wanted].float(), dim=-1)
+    logprobs = torch.log_softmax(logits_RV[wanted].float(), dim=-1)
     for row, r in zip(logprobs, wanted, strict=True):
         top = row.topk(min(inputs[r].params.logprobs or 0, len(row)))
         alternatives = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))

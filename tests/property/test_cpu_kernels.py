@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from kvferry.kernels.cpu.available import kernels_for, library
 from kvferry.kernels.norm import add_norm_, rms_norm
 from kvferry.kernels.rope import inverse_frequencies, rope_angles
 from kvferry.kernels.sampling import argmax
-from kvferry.runtime.ids import NO_BLOCK, BlockId
+from kvferry.runtime.ids import NO_BLOCK, BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import KVStorage
 from kvferry.runtime.model.batch import make_batch
-from kvferry.runtime.step import Row
+from kvferry.runtime.model.sampler import sample
+from kvferry.runtime.request import SamplingParams
+from kvferry.runtime.step import Row, SampleInput
 from tests.support.kernels import num_levels, threads, torch_alone, without_best
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built or are turned off")
@@ -287,6 +290,34 @@ def test_argmax_is_the_first_of_the_largest(
         values, ids = argmax(x)
     assert math.isnan(values[-1])
     assert math.isinf(values[0]) or rows == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    width=st.sampled_from([1, 7, 200, 4096, 4097, 9000]),
+    steps=st.sampled_from([0, 2, 1000]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    top_k=st.sampled_from([0, 1, 5, 100]),
+    top_p=st.sampled_from([1.0, 0.95, 0.3, 1e-6]),
+    temperature=st.sampled_from([0.5, 1.0, 3.0]),
+    dtype=st.sampled_from(DTYPES),
+    level=LEVELS,
+    num_threads=st.integers(1, 3),
+)
+def test_draws_are_those_of_torch(
+    rows: int, width: int, steps: int, level: int, dtype: torch.dtype, num_threads: int, **filters: Any
+) -> None:
+    """A worker with kernels and one without must draw the same; `steps`: few make equal logits at every border."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows * width)) * 3
+    x = ((x * steps).round() / steps if steps else torch.zeros_like(x)).to(dtype)
+    params = [SamplingParams(seed=2**63 + row, max_tokens=1, **filters) for row in range(rows)]
+    key = SequenceKey(RequestId("r"), 1, 0)
+    inputs = [SampleInput(key, of_row, 7, [], [], []) for of_row in params]
+    with torch_alone():
+        expected = [token.token_id for token in sample(x, inputs)]
+    with without_best(level), threads(num_threads):
+        assert [token.token_id for token in sample(x, inputs)] == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -59,6 +59,8 @@ class ToyRank:
             os._exit(3)
         return StepResult([SampledToken(next_token(row.token_ids)) for row in plan.rows if row.num_samples])
 
+    def rest(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -24,8 +24,8 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def share(stack: ExitStack, path: Path, num_cores: int, group: str, size: int = 1) -> CoreShare:
-    made = CoreShare(num_cores, group, size, path / "notes")
+def share(stack: ExitStack, path: Path, num_cores: int, group: str, size: int = 1, rank: int = 0) -> CoreShare:
+    made = CoreShare(num_cores, group, size, rank, path=path / "notes")
     stack.callback(made.close)
     return made
 
@@ -49,9 +49,30 @@ def test_between_two_steps_a_worker_is_busy(tmp_path: Path, stack: ExitStack) ->
     assert two.begin() == 1
 
 
+def test_who_rests_leaves_its_cores_at_once(tmp_path: Path, stack: ExitStack) -> None:
+    """Fault: a prompt that comes right after the last token of an answer is computed on half of the cores."""
+    one, two = share(stack, tmp_path, 2, "a"), share(stack, tmp_path, 2, "b")
+    one.begin()
+    one.end()
+    one.rest()
+    assert two.begin() == 2
+
+
+def test_a_group_rests_as_a_whole(tmp_path: Path, stack: ExitStack) -> None:
+    """Fault: its other ranks, whom nobody tells that it rests, count as busy for a while."""
+    ranks = [share(stack, tmp_path, 4, "a", size=2, rank=rank) for rank in range(2)]
+    for rank in ranks:
+        rank.begin()
+        rank.end()
+    other = share(stack, tmp_path, 4, "b")
+    assert other.begin() == 1
+    ranks[0].rest()
+    assert other.begin() == 4
+
+
 def test_ranks_of_a_group_count_as_busy_together(tmp_path: Path, stack: ExitStack) -> None:
     """Fault: the first rank of a group to begin a step takes all cores, because the others have not begun."""
-    ranks = [share(stack, tmp_path, 4, "a", size=2) for _ in range(2)]
+    ranks = [share(stack, tmp_path, 4, "a", size=2, rank=rank) for rank in range(2)]
     assert [rank.begin() for rank in ranks] == [2, 2]
     assert share(stack, tmp_path, 8, "b").begin() == 2
     assert share(stack, tmp_path, 1, "c").begin() == 1
@@ -63,7 +84,7 @@ def test_a_dead_workers_note_runs_out_and_its_slot_is_used_again(
     """Fault: a killed worker counts as busy for ever, or fills the file."""
     script = (
         "import os, pathlib; from kvferry.runtime.cores import CoreShare; "
-        f"CoreShare(2, 'dead', 1, pathlib.Path({str(tmp_path / 'notes')!r})).begin(); os._exit(1)"
+        f"CoreShare(2, 'dead', path=pathlib.Path({str(tmp_path / 'notes')!r})).begin(); os._exit(1)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=20).returncode == 1
     size = os.stat(tmp_path / "notes").st_size

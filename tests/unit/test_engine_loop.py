@@ -57,7 +57,15 @@ class Rig:
     def __init__(self) -> None:
         self.engine = toy.engine()
         self.seen = Recorder()
-        self.loop = EngineLoop(self.engine, self.seen, max_inbox=64, on_crash=self.seen.crash)
+        self.working_rests: list[bool] = []
+        """Whether there was work, each time the loop said that there is none."""
+        self.loop = EngineLoop(
+            self.engine,
+            self.seen,
+            max_inbox=64,
+            on_crash=self.seen.crash,
+            on_rest=lambda: self.working_rests.append(self.engine.has_work()),
+        )
 
 
 @pytest.fixture
@@ -88,6 +96,17 @@ def test_output_comes_one_frame_per_step(rig: Rig) -> None:
     started(rig)
     rig.seen.wait(lambda: len(rig.seen.tokens("a")) == 16)
     assert len(rig.seen.outputs) == 2
+
+
+def test_it_rests_when_there_is_nothing_to_do_and_only_then(rig: Rig) -> None:
+    """Fault: a worker keeps its share of the cores while it waits, or gives it away between two steps."""
+    rig.loop.post("a", m.Submit([toy.sequence("r", [1], max_tokens=50)]))
+    started(rig)
+    rig.seen.wait(lambda: len(rig.seen.tokens("a")) == 50)
+    rig.loop.post("a", m.Query(1, "audit"))
+    rig.seen.wait(lambda: bool(rig.seen.replies))
+    assert rig.working_rests
+    assert not any(rig.working_rests)
 
 
 def test_lost_gateway_leaves_nothing_behind(rig: Rig) -> None:

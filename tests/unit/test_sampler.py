@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,16 @@ from kvferry.runtime.model.philox import Draw, gumbel
 from kvferry.runtime.model.sampler import sample
 from kvferry.runtime.request import SamplingParams
 from kvferry.runtime.step import SampleInput
+from tests.support.kernels import torch_alone
 
 VOCAB = 50
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def computed_by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to draw have to do the same."""
+    with torch_alone() if request.param == "torch" else contextlib.nullcontext():
+        yield
 
 
 def one(
