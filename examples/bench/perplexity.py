@@ -65,7 +65,7 @@ def perplexity(model: Decoder, kv_dtype: str, ids: Sequence[int], context: int, 
             targets = torch.tensor(part[start + 1 : start + 1 + len(tokens)])
             with torch.inference_mode():
                 batches = make_batches([Row(tokens, start, table, len(tokens))], storage)
-                logits = model.logits(model.forward(batches, storage))[: len(targets)]
+                logits = model.forward(batches, storage)[0].float()[: len(targets)]
                 loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
     return math.exp(loss / (len(ids) - -(-len(ids) // context)))
 

@@ -49,10 +49,10 @@ struct Attend {
 
 struct Embed {
   const int64_t* token_ids;  // [rows]
-  const void* table;    // [vocab, width]
+  const void* table;    // [vocab, width], or packed as a linear's weight
   void* out;            // [rows, width]
   float scale;
-  int64_t vocab, rows, width, grain, next;
+  int64_t packed, vocab, rows, width, grain, next;
 };
 
 struct AddNorm {

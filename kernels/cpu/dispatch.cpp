@@ -111,6 +111,15 @@ EXPORT int64_t kvferry_cut_tiles(Contexts* all, int64_t rows, int64_t* out, int6
 }
 
 // These return 0, or 1 for a width that is no multiple of 8.
+EXPORT int kvferry_embed_packed(int dtype, const int64_t* token_ids, const void* packed, void* out, float scale,
+                                int64_t vocab, int64_t rows, int64_t width, int threads) {
+  const Kernels* kernels = choose(width);
+  if (!kernels) return 1;
+  Embed job = {token_ids, packed, out, scale, 1, vocab, rows, width, rows / (threads * 4) + 1, 0};
+  run(kernels->embed[dtype], &job, threads);
+  return 0;
+}
+
 EXPORT int kvferry_add_norm(int dtype, void* x, const void* delta, const void* weight, void* out, float eps, int64_t rows,
                             int64_t width, int threads) {
   const Kernels* kernels = choose(width);

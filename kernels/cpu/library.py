@@ -16,6 +16,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_skip_levels": (None, [_INT]),
     "kvferry_use_threads_of": (None, [_P, _P]),
     "kvferry_scratch_floats": (_I64, [_I64, _I64]),
+    "kvferry_embed_packed": (_INT, [_INT, _P, _P, _P, _FLOAT, _I64, _I64, _I64, _INT]),
     "kvferry_add_norm": (_INT, [_INT, _P, _P, _P, _P, _FLOAT, _I64, _I64, _INT]),
     "kvferry_gated": (_INT, [_INT, _P, _P, _I64, _I64, _I64, _INT]),
     "kvferry_argmax": (None, [_INT, _P, _I64, _I64, _P, _P, _INT]),

@@ -40,6 +40,19 @@ class Packed:
         self._lib.kvferry_linear(DTYPES[self.dtype], *places, *sizes, threads)
         return out
 
+    def embed(self, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
+        """The weight's rows of these numbers, times scale; of others NaN. token_ids: int64 `[rows]`.
+
+        For inputs that `kernels_for` takes. Returns a new `[rows, in]`.
+        """
+        token_ids = token_ids.contiguous()
+        rows = len(token_ids)
+        out = torch.empty((rows, self.inputs), dtype=self.dtype)
+        places = token_ids.data_ptr(), self.weight.data_ptr(), out.data_ptr()
+        sizes = self.outputs, rows, self.inputs, threads_for(rows * self.inputs)
+        self._lib.kvferry_embed_packed(DTYPES[self.dtype], *places, scale, *sizes)
+        return out
+
 
 class PackedIntegers:
     """A quantised weight in panels; rows are quantised in the call."""

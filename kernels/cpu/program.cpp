@@ -28,6 +28,7 @@ union Job {
   LinearRows linear;
   Gated gated;
   Attend attend;
+  Argmax argmax;
 };
 
 // Of one call. `arrived` and `phase` are on lines of their own: those who wait look at nothing that others write to.
@@ -94,18 +95,16 @@ int64_t grain(const Run& run, int64_t rows) { return rows / (run.threads * 4) + 
 // Sets kernel and job. Returns whether several threads should run it.
 bool prepare(Run& run, const Op& op) {
   const Step& step = *run.step;
-  int64_t rows = step.rows;
+  int64_t rows = op.wanted ? step.num_wanted : step.rows;
   void *x = step.buffers[op.x], *out = step.buffers[op.out];
   switch (op.kind) {
     case kEmbedOp:
       run.kernel = choose(op.width)->embed[run.dtype];
-      run.job.embed = {step.token_ids, op.weight, out, op.scale, op.in, rows, op.width, grain(run, rows), 0};
+      run.job.embed = {step.token_ids, op.weight, out, op.scale, op.packed, op.in, rows, op.width, grain(run, rows), 0};
       return rows * op.width >= kShared;
-    case kPickOp:
-      rows = step.num_wanted;  // fall through
     case kAddNormOp:
       run.kernel = choose(op.width)->add_norm[run.dtype];
-      run.job.add_norm = {x, op.delta < 0 ? nullptr : step.buffers[op.delta], op.kind == kPickOp ? step.wanted : nullptr,
+      run.job.add_norm = {x, op.delta < 0 ? nullptr : step.buffers[op.delta], op.wanted ? step.wanted : nullptr,
                           op.weight, out, op.eps, rows, op.width, grain(run, rows), 0};
       return rows * op.width >= kShared;
     case kQuantizeOp:
@@ -121,6 +120,10 @@ bool prepare(Run& run, const Op& op) {
       run.kernel = choose(op.width)->gated[run.dtype];
       run.job.gated = {x, out, op.activation, rows, op.width, grain(run, rows), 0};
       return rows * op.width >= kShared;
+    case kArgmaxOp:
+      run.kernel = choose(0)->argmax[run.dtype];
+      run.job.argmax = {x, step.largest, step.places, rows, op.width, 0};
+      return rows > 1 && rows * op.width >= kShared * 8;
     default: {
       const Contexts* contexts = step.contexts[op.contexts];
       const Kernels* kernels = choose(contexts->head_dim);

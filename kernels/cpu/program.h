@@ -1,8 +1,8 @@
-// A step program: what the layers of a model do to a step's rows, as a list of operations that one call runs.
+// A step program: what a model does to a step's rows, as a list of operations that one call runs.
 #pragma once
 #include "api.h"
 
-enum OpKind { kEmbedOp, kAddNormOp, kPickOp, kQuantizeOp, kLinearOp, kGatedOp, kRotateOp, kAttendOp, kReduceOp };
+enum OpKind { kEmbedOp, kAddNormOp, kQuantizeOp, kLinearOp, kGatedOp, kRotateOp, kAttendOp, kReduceOp, kArgmaxOp };
 enum { kBuffers = 6, kAttentions = 8 };
 
 // The memory through which the ranks of a group on one machine exchange messages, as `shm_parallel.py` says it.
@@ -21,6 +21,8 @@ struct Op {
   int64_t x, out;      // buffers
   int64_t delta;       // a buffer that is added to x before its norm is taken, or -1
   int64_t in, width;   // of a row of x (of an embedding: its rows), and of out
+  int64_t wanted;      // not 0: of the step's wanted rows alone
+  int64_t packed;      // not 0: an embedding that lies as a linear's weight
   int64_t activation;
   int64_t form;        // of quantised rows, or -1
   int64_t contexts;    // which of the step's
@@ -38,6 +40,8 @@ struct Step {
   int64_t rows, num_wanted;
   const int64_t* token_ids;  // [rows]
   const int64_t* wanted;     // [num_wanted] rows
+  float* largest;            // [num_wanted], and where it stands: what kArgmaxOp finds
+  int64_t* places;           // [num_wanted]
   void* buffers[kBuffers];
   const Contexts* contexts[kAttentions];
   const void* angles[kAttentions];

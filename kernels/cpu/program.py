@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.linear import Packed, PackedIntegers
 from kvferry.kernels.cpu.operations import ACTIVATIONS, DTYPES
+from kvferry.kernels.embedding import Embedding
 
 NUM_BUFFERS, MAX_ATTENTIONS = 6, 8
 """As in `program.h`."""
-_EMBED, _ADD_NORM, _PICK, _QUANTIZE, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE = range(9)
+_EMBED, _ADD_NORM, _QUANTIZE, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE, _ARGMAX = range(9)
 
 
 class Exchange(ctypes.Structure):
@@ -33,7 +35,7 @@ class _Op(ctypes.Structure):
     """`Op` of `program.h`."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width")],
+        *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width", "wanted", "packed")],
         *[(name, ctypes.c_int64) for name in ("activation", "form", "contexts", "angles")],
         *[(name, ctypes.c_void_p) for name in ("weight", "bias", "after", "q_norm", "k_norm", "cache", "exchange")],
         *[(name, ctypes.c_float) for name in ("eps", "scale", "softcap")],
@@ -48,6 +50,8 @@ class _Step(ctypes.Structure):
         ("num_wanted", ctypes.c_int64),
         ("token_ids", ctypes.c_void_p),
         ("wanted", ctypes.c_void_p),
+        ("largest", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
         ("buffers", ctypes.c_void_p * NUM_BUFFERS),
         ("contexts", ctypes.c_void_p * MAX_ATTENTIONS),
         ("angles", ctypes.c_void_p * MAX_ATTENTIONS),
@@ -64,18 +68,25 @@ class Program:
         self._list = (_Op * 0)()
         self._step = _Step()
         self._kept: list[object] = []
+        self._finds = False
 
-    def embed(self, table: torch.Tensor, scale: float, out: int) -> None:
-        """Rows of the contiguous `table` for the step's tokens; those outside of it become NaN."""
-        vocab, width = table.shape
-        self._add(kind=_EMBED, out=out, in_width=vocab, width=width, weight=self._pointer(table), scale=scale)
+    def embed(self, embedding: Embedding, out: int) -> None:
+        """Rows for the step's tokens; those that the embedding does not have become NaN."""
+        table = embedding.table
+        if packed := isinstance(table, Packed):
+            rows, memory = table.outputs, table.weight
+        else:
+            rows, memory = len(table), table.contiguous()
+        sizes = {"in_width": rows, "width": embedding.width, "packed": packed}
+        self._add(kind=_EMBED, out=out, **sizes, weight=self._pointer(memory), scale=embedding.scale)
 
     def add_norm(
         self, x: int, delta: int | None, weight: torch.Tensor, eps: float, out: int, *, wanted: bool = False
     ) -> None:
         """`out` = norm of x, after delta, if any, was added to x. wanted: of the step's wanted rows alone."""
         self._add(
-            kind=_PICK if wanted else _ADD_NORM,
+            kind=_ADD_NORM,
+            wanted=wanted,
             x=x,
             delta=-1 if delta is None else delta,
             out=out,
@@ -84,16 +95,25 @@ class Program:
             eps=eps,
         )
 
-    def linear(self, x: int, packed: Packed | PackedIntegers, bias: torch.Tensor | None, out: int, steps: int) -> None:
-        """steps: a buffer of int32 for rows that are quantised first."""
+    def linear(
+        self,
+        x: int,
+        packed: Packed | PackedIntegers,
+        bias: torch.Tensor | None,
+        out: int,
+        steps: int,
+        *,
+        wanted: bool = False,
+    ) -> None:
+        """steps: a buffer of int32 for rows that are quantised first. wanted: x holds the wanted rows alone."""
         form = -1
         if isinstance(packed, PackedIntegers):
             form = packed.form
-            self._add(kind=_QUANTIZE, x=x, out=steps, in_width=packed.inputs, form=form)
+            self._add(kind=_QUANTIZE, x=x, out=steps, in_width=packed.inputs, form=form, wanted=wanted)
             x = steps
         pointers = {"weight": self._pointer(packed.weight), "bias": self._pointer(bias)}
         sizes = {"in_width": packed.inputs, "width": packed.outputs, "form": form}
-        self._add(kind=_LINEAR, x=x, out=out, **sizes, **pointers)
+        self._add(kind=_LINEAR, x=x, out=out, wanted=wanted, **sizes, **pointers)
 
     def gated(self, x: int, width: int, activation: str, out: int) -> None:
         """`activation` is one of `operations.ACTIVATIONS`; width: of `out`, half of x's."""
@@ -129,6 +149,11 @@ class Program:
         self._kept.append(exchange)
         self._add(kind=_REDUCE, x=x, width=width, exchange=ctypes.addressof(exchange))
 
+    def argmax(self, x: int, width: int) -> None:
+        """What `run` returns: of x, which holds the wanted rows alone."""
+        self._finds = True
+        self._add(kind=_ARGMAX, x=x, width=width, wanted=True)
+
     def finish(self) -> None:
         """All operations are put down."""
         after = None
@@ -149,9 +174,10 @@ class Program:
         buffers: Sequence[torch.Tensor],
         contexts: Sequence[int],
         angles: Sequence[torch.Tensor],
-    ) -> None:
+    ) -> tuple[list[float], list[int]] | None:
         """token_ids, wanted: contiguous int64. Buffers hold as many rows of whatever operations put there.
 
+        Returns what `kernels.sampling.argmax` would, if there is an operation for it.
         contexts: addresses (`Contexts.address`); angles: by position, as `Contexts.attend` takes them.
         """
         step = self._step
@@ -163,7 +189,10 @@ class Program:
             step.contexts[i] = address
         for i, angle in enumerate(angles):
             step.angles[i], step.num_angles[i] = angle.data_ptr(), angle.shape[1]
+        largest, places = np.empty(len(wanted), dtype=np.float32), np.empty(len(wanted), dtype=np.int64)
+        step.largest, step.places = largest.ctypes.data, places.ctypes.data
         self._lib.kvferry_run(self._list, len(self._list), ctypes.byref(step), self._dtype, torch.get_num_threads())
+        return (largest.tolist(), places.tolist()) if self._finds else None
 
     def _add(self, **fields: float | None) -> None:
         self._ops.append(_Op(**fields))

@@ -23,6 +23,12 @@ void normalise(const T* x, const T* weight, T* out, int64_t width, float eps) {
   }
 }
 
+// An output's units, out of the panel of a packed weight that they lie in.
+INLINE void unpack_row(const uint32_t* packed, int64_t output, void* out, int64_t units) {
+  const uint32_t* from = packed + output / kPanel * units * kPanel + output % kPanel;
+  for (int64_t unit = 0; unit < units; unit++) store((uint32_t*)out + unit, from[unit * kPanel]);
+}
+
 // A token outside of the table becomes NaN, which nobody takes for an answer.
 template <class T>
 void embed(void* arg) {
@@ -33,11 +39,16 @@ void embed(void* arg) {
       int64_t token = job->token_ids[row];
       bool known = token >= 0 && token < job->vocab;
       float scale = known ? job->scale : __builtin_nanf("");
+      T* out = (T*)job->out + row * job->width;
       const T* x = (const T*)job->table + (known ? token : 0) * job->width;
+      if (job->packed) {
+        unpack_row((const uint32_t*)job->table, known ? token : 0, out, job->width * (int64_t)sizeof(T) / 4);
+        x = out;
+      }
       for (int64_t i = 0; i < job->width; i += 2 * W) {
         vf a, b;
         load2(x + i, a, b);
-        store2((T*)job->out + row * job->width + i, a * scale, b * scale);
+        store2(out + i, a * scale, b * scale);
       }
     }
   }

@@ -49,6 +49,7 @@ class BlockPool:
         self._eviction = make_eviction(eviction, num_blocks)
         self._ids = range(first_block, first_block + num_blocks)
         self._free: deque[BlockId] = deque(map(BlockId, self._ids))
+        """The next one first: what was used before goes before blocks whose memory nobody has touched yet."""
         self._refs = [0] * self._ids.stop
         self._content: list[_Content | None] = [None] * self._ids.stop
         self._sealed: dict[BlockHash, BlockId] = {}
@@ -155,7 +156,7 @@ class BlockPool:
             if content is None or not content.sealed:
                 if content is not None:
                     self._withdraw(block_id, content)
-                self._free.append(block_id)
+                self._free.appendleft(block_id)
                 return
             self._num_idle += 1
             content.rank = self._eviction.used(content.hash)

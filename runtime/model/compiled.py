@@ -1,4 +1,4 @@
-"""A plain decoder up to its last norm as one step program: one native call in place of a dozen for each layer.
+"""A plain decoder as one step program: one native call in place of a dozen for each layer.
 
 Plain are layers of `Attention` and a gated `MLP` between RMS norms, with linears that the kernels know, on one
 rank or on several that share memory.
@@ -7,9 +7,9 @@ Whatever is not plain is called layer by layer, with the same results.
     x       what the layers add to
     y       normed x, then what is to be added to x
     wide    queries, keys and values; gate and up
-    inner   what goes into the linears back to the hidden size
+    inner   what goes into the linears back to the hidden size, and into the head: rows whose logits are wanted
     steps   rows of integers, for quantised weights
-    hidden  the rows whose logits are wanted
+    logits  of the wanted rows
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.kernels.cpu.available import kernels_for
+from kvferry.kernels.cpu.available import kernels_for, kernels_with
 from kvferry.kernels.cpu.linear import PackedIntegers
 from kvferry.kernels.cpu.operations import ACTIVATIONS
 from kvferry.kernels.cpu.program import MAX_ATTENTIONS, Program
+from kvferry.kernels.embedding import Embedding
 from kvferry.kernels.linear import Linear, PackedLinear
 from kvferry.kernels.quantized import QuantizedLinear
+from kvferry.kernels.sampling import Largest
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.layers import MLP, Attention, DecoderLayer, Norm, RMSNorm
 from kvferry.runtime.model.parallel import Ranks, TensorParallel
 from kvferry.runtime.model.shm_parallel import ShmExchange
 
-_X, _Y, _WIDE, _INNER, _STEPS, _HIDDEN = range(6)
+_X, _Y, _WIDE, _INNER, _STEPS, _LOGITS = range(6)
 
 
 class _NotPlain(Exception):
@@ -40,12 +42,12 @@ class _NotPlain(Exception):
 
 
 def compile_decoder(
-    embedding: torch.Tensor, scale: float, layers: Sequence[DecoderLayer], norm: Norm
+    embedding: Embedding, layers: Sequence[DecoderLayer], norm: Norm, head: Linear, finds: bool
 ) -> CompiledDecoder | None:
-    """None if some part is not plain, or where there are no kernels."""
-    lib = kernels_for(embedding, embedding.shape[1])
+    """None if some part is not plain, or where there are no kernels. finds: it finds the largest logits as well."""
+    lib = kernels_with(embedding.dtype, embedding.device, embedding.width)
     try:
-        return None if lib is None else CompiledDecoder(lib, embedding, scale, layers, norm)
+        return None if lib is None else CompiledDecoder(lib, embedding, layers, norm, head, finds)
     except _NotPlain:
         return None
 
@@ -54,22 +56,32 @@ class CompiledDecoder:
     """Not safe for several threads. Its memory grows to what the largest step needs."""
 
     def __init__(
-        self, lib: ctypes.CDLL, embedding: torch.Tensor, scale: float, layers: Sequence[DecoderLayer], norm: Norm
+        self,
+        lib: ctypes.CDLL,
+        embedding: Embedding,
+        layers: Sequence[DecoderLayer],
+        norm: Norm,
+        head: Linear,
+        finds: bool,
     ) -> None:
         """Raises `_NotPlain`."""
-        dtype, hidden = embedding.dtype, embedding.shape[1]
+        dtype, hidden = embedding.dtype, embedding.width
         self._program = Program(lib, dtype)
         self._exchange: ShmExchange | None = None
-        self._widths = [hidden, hidden, 0, 0, 0]
-        """Of the buffers' rows, without `hidden`'s, which is new in every step."""
-        self._program.embed(embedding.contiguous(), scale, _X)
+        self._widths = [hidden, hidden, 0, 0, 0, 0]
+        """Of the buffers' rows."""
+        self._program.embed(embedding, _X)
         self._attentions = [self._layer(layer, first=i == 0) for i, layer in enumerate(layers)]
         """Their numbers in the program, and which contexts they see: query heads and window."""
         if not layers or max(layer.attention.rotation for layer in layers) >= MAX_ATTENTIONS:
             raise _NotPlain
-        self._norm(norm, _X, _Y, _HIDDEN)
+        self._norm(norm, _X, _Y, _INNER, wanted=True)
+        self._linear(head, _INNER, _LOGITS, wanted=True)
+        if finds:
+            self._program.argmax(_LOGITS, self._widths[_LOGITS])
         self._program.finish()
-        self._memory = [torch.empty(0, dtype=torch.int32 if i == _STEPS else dtype) for i in range(len(self._widths))]
+        self._memory = [torch.empty(0, dtype=torch.int32 if i == _STEPS else dtype) for i in range(_LOGITS)]
+        """All but logits, which are new in every step."""
         self._storage: weakref.ref[RankStorage] | None = None
         self._contexts: list[tuple[int, int, int | None]] = []
         """What a step has to bring: block group, query heads, window."""
@@ -80,8 +92,8 @@ class CompiledDecoder:
             self._place(storage)
         return len(self._contexts) <= MAX_ATTENTIONS and all(batch.contexts is not None for batch in batches)
 
-    def run(self, angles: Sequence[torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
-        """As `Decoder.forward`, once it `takes` the batches. Mutates the storage.
+    def run(self, angles: Sequence[torch.Tensor], batches: Sequence[Batch]) -> tuple[torch.Tensor, Largest | None]:
+        """This rank's part of the logits, and what is largest in them. Mutates the storage, which it `takes`.
 
         Raises `DeviceError` if another rank of the group is gone.
         """
@@ -91,14 +103,14 @@ class CompiledDecoder:
             assert found is not None  # `takes`
             contexts.append(found.address(num_heads, window))
         batch, memory = batches[0], self._memory
-        for i, width in enumerate(self._widths):
-            if len(memory[i]) < len(batch.token_ids) * width:
-                memory[i] = memory[i].new_empty(len(batch.token_ids) * width)
-        hidden = memory[_X].new_empty((len(batch.sample_index), self._widths[_X]))
-        self._program.run(batch.token_ids, batch.sample_index, [*memory, hidden], contexts, angles)
+        for i, kept in enumerate(memory):
+            if len(kept) < (size := len(batch.token_ids) * self._widths[i]):
+                memory[i] = kept.new_empty(size)
+        logits = memory[_X].new_empty((len(batch.sample_index), self._widths[_LOGITS]))
+        largest = self._program.run(batch.token_ids, batch.sample_index, [*memory, logits], contexts, angles)
         if self._exchange is not None:
             self._exchange.check()
-        return hidden
+        return logits, largest
 
     def _place(self, storage: RankStorage) -> None:
         """Tells the program where each layer's KV lies."""
@@ -142,12 +154,12 @@ class CompiledDecoder:
         self._exchange = parallel.exchange
         self._program.reduce(_Y, self._widths[_X], self._exchange.state)
 
-    def _norm(self, norm: Norm, x: int, delta: int | None, out: int = _Y) -> None:
+    def _norm(self, norm: Norm, x: int, delta: int | None, out: int = _Y, *, wanted: bool = False) -> None:
         if not isinstance(norm, RMSNorm):
             raise _NotPlain
-        self._program.add_norm(x, delta, norm.weight, norm.eps, out, wanted=out == _HIDDEN)
+        self._program.add_norm(x, delta, norm.weight, norm.eps, out, wanted=wanted)
 
-    def _linear(self, linear: Linear, x: int, out: int) -> int:
+    def _linear(self, linear: Linear, x: int, out: int, *, wanted: bool = False) -> int:
         """Returns its number of outputs."""
         if not isinstance(linear, PackedLinear | QuantizedLinear) or (packed := linear.packed) is None:
             raise _NotPlain
@@ -155,7 +167,7 @@ class CompiledDecoder:
             self._widths[_STEPS] = max(self._widths[_STEPS], packed.row_units)
         self._widths[x] = max(self._widths[x], packed.inputs)
         self._widths[out] = max(self._widths[out], packed.outputs)
-        self._program.linear(x, packed, linear.bias, out, _STEPS)
+        self._program.linear(x, packed, linear.bias, out, _STEPS, wanted=wanted)
         return packed.outputs
 
     def _attention(self, attention: Attention) -> int:

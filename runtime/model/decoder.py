@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from kvferry.kernels.attention import Scoring
+from kvferry.kernels.embedding import Embedding
 from kvferry.kernels.linear import Linear, PackedLinear, make_linear
 from kvferry.kernels.mla import LatentHeads
 from kvferry.kernels.moe import GroupedLinear
 from kvferry.kernels.packing import Quantization
+from kvferry.kernels.sampling import Largest
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch
 from kvferry.runtime.model.compiled import CompiledDecoder, compile_decoder
@@ -37,10 +39,7 @@ _log = structlog.get_logger(__name__)
 class Decoder:
     spec: ModelSpec
     dtype: torch.dtype
-    embedding: torch.Tensor
-    """`[vocab_size, hidden_size]`."""
-    embedding_scale: float
-    """Rounded to the dtype."""
+    embedding: Embedding
     positions: torch.Tensor | None
     """`[num_positions, hidden_size]`."""
     rotations: list[Rotation]
@@ -51,15 +50,28 @@ class Decoder:
     compiled: CompiledDecoder | None
     """`forward` in one call, if it can be."""
 
-    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
-        """Final hidden states of the tokens of `sample_index`. `batches`: by block group. Mutates `storage`."""
-        batch = batches[0]
+    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> tuple[torch.Tensor, Largest | None]:
+        """Logits of the tokens of `sample_index`, and what is largest in them, if that was found on the way.
+
+        Logits `[rows, vocab_size]` are as the head gives them, in the model's dtype; if they are capped, in float32.
+        `batches`: by block group. Every rank must call it. Mutates `storage`.
+        """
         if self.compiled is not None and self.compiled.takes(batches, storage):
-            tables = [rotation.table(batch.num_positions, self.dtype) for rotation in self.rotations]
-            return self.compiled.run(tables, batches)
-        x = self.embedding.index_select(0, batch.token_ids)
-        if self.embedding_scale != 1.0:
-            x.mul_(self.embedding_scale)
+            tables = [rotation.table(batches[0].num_positions, self.dtype) for rotation in self.rotations]
+            logits, largest = self.compiled.run(tables, batches)
+        else:
+            logits, largest = self.head(self._hidden(batches, storage)), None
+        logits = self.parallel.all_gather(logits)
+        if logits.shape[-1] > self.spec.vocab_size:
+            logits = logits[..., : self.spec.vocab_size].contiguous()
+        if (cap := self.spec.logit_softcap) is not None:
+            logits = (logits.float() / cap).tanh_().mul_(cap)
+        return logits, largest
+
+    def _hidden(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
+        """Final hidden states of the tokens of `sample_index`, layer by layer."""
+        batch = batches[0]
+        x = self.embedding(batch.token_ids)
         if self.positions is not None:
             x.add_(self.positions.index_select(0, batch.positions))
         if batch.contexts is None:
@@ -74,18 +86,6 @@ class Decoder:
         wanted = batch.sample_index
         return self.norm.of_sum_(x.index_select(0, wanted), None if delta is None else delta.index_select(0, wanted))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 `[rows, vocab_size]`. Every rank must call it."""
-        return self.rounded_logits(hidden).float()
-
-    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same as the head gives them: in the model's dtype, unless they are capped."""
-        logits = self.parallel.all_gather(self.head(hidden))
-        if logits.shape[-1] > self.spec.vocab_size:
-            logits = logits[..., : self.spec.vocab_size].contiguous()
-        cap = self.spec.logit_softcap
-        return logits if cap is None else (logits.float() / cap).tanh_().mul_(cap)
-
 
 def build_model(
     spec: ModelSpec,
@@ -99,27 +99,26 @@ def build_model(
     """Reads this rank's part of the weights, tensor by tensor. Raises `InvalidArgument` if the model cannot be cut."""
     spec.check_tensor_parallel(parallel.size)
     builder = _Builder(spec, weights, dtype, rank, parallel, device, quantization)
-    embedding = builder.get("embedding.weight")
-    scale = torch.tensor(spec.embedding_scale).to(dtype).item()
+    embedding, head = builder.ends()
     layers = [builder.layer(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
-    norm, head = builder.norm("norm"), builder.head(embedding)
+    norm = builder.norm("norm")
     if builder.num_unquantized:
         _log.warning(
             "linears_not_quantized", quantization=quantization, count=builder.num_unquantized, of=builder.num_linears
         )
     positions = None if spec.num_positions is None else builder.get("positions.weight")
+    finds = parallel.size == 1 and spec.logit_softcap is None
     return Decoder(
         spec=spec,
         dtype=dtype,
         embedding=embedding,
-        embedding_scale=scale,
         positions=positions,
         rotations=[make_rotation(rope, dim, spec.max_context, embedding.device) for rope, dim in builder.ropes],
         layers=layers,
         norm=norm,
         head=head,
         parallel=parallel,
-        compiled=None if positions is not None else compile_decoder(embedding, scale, layers, norm),
+        compiled=None if positions is not None else compile_decoder(embedding, layers, norm, head, finds),
     )
 
 
@@ -166,13 +165,17 @@ class _Builder:
             return RMSNorm(weight, spec.eps)
         return LayerNorm(weight, self.get(f"{part}.bias"), spec.eps)
 
-    def head(self, embedding: torch.Tensor) -> Linear:
-        """As many rows on every rank: the last ones are filled up with zeros."""
-        share = -(-self._spec.vocab_size // self._parallel.size)
-        start, stop = (min(rank * share, self._spec.vocab_size) for rank in (self._rank, self._rank + 1))
-        weight = embedding[start:stop] if self._spec.tied_embeddings else self.get("head.weight", 0, start, stop)
+    def ends(self) -> tuple[Embedding, Linear]:
+        """Embedding and head. Of the head as many rows on every rank: the last ones are filled up with zeros."""
+        spec, size, tied = self._spec, self._parallel.size, self._spec.tied_embeddings
+        table = self.get("embedding.weight")
+        share = -(-spec.vocab_size // size)
+        start, stop = (min(rank * share, spec.vocab_size) for rank in (self._rank, self._rank + 1))
+        weight = table[start:stop] if tied else self.get("head.weight", 0, start, stop)
         whole = weight if len(weight) == share else F.pad(weight, (0, 0, 0, share - len(weight)))
-        return self.linear(whole, fine=True)  # few rows reach it, and nothing behind it evens errors out
+        head = self.linear(whole, fine=True)  # few rows reach it, and nothing behind it evens errors out
+        scale = torch.tensor(spec.embedding_scale).to(self._dtype).item()
+        return Embedding(table, scale, head if tied and size == 1 else None), head
 
     def layer(self, part: str, layer: LayerSpec) -> DecoderLayer:
         return DecoderLayer(

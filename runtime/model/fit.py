@@ -10,7 +10,6 @@ from kvferry.runtime.kv.groups import KVGroups, one_group, two_groups
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.model.files import ModelFiles, load_spec, resolve_model
 from kvferry.runtime.model.spec import AttentionSpec, MLPSpec, ModelSpec
-from kvferry.runtime.text.tokenizer import load_tokenizer
 
 
 def check_fit(config: EngineConfig, spec: ModelSpec, tp_size: int, tp_name: str = "tensor parallel size") -> None:
@@ -24,6 +23,8 @@ def check_draft(model: str, target: ModelFiles, target_spec: ModelSpec) -> Model
     """Returns the draft model's files. Raises `InvalidArgument` unless its tokens are the target's, each by its name;
     what else ails the files names the option, too.
     """
+    from kvferry.runtime.text.tokenizer import load_tokenizer  # 5 MiB that a worker does not need otherwise
+
     try:
         files = resolve_model(model)
         spec = load_spec(files)

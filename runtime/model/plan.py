@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from kvferry.kernels.packing import Quantization, packed_bytes
+from kvferry.kernels.packing import Quantization, fits, packed_bytes
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig, check_range
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.kv.groups import KVGroups
@@ -158,10 +158,11 @@ def rank_shapes(spec: ModelSpec, layout: KVLayout) -> Iterator[tuple[str, Shape]
 def weight_bytes(
     spec: ModelSpec, dtype: str, layout: KVLayout, device: Device, quantization: Quantization = "none"
 ) -> int:
-    """Of rank 0. On a CPU a tied head is a copy, quantised or packed for the kernels."""
+    """Of rank 0. On a CPU a tied head that is quantised or cut is a copy."""
     size, total = FORMATS[dtype].slot_bytes(1), 0
     parts = [*rank_shapes(spec, layout)]
-    if spec.tied_embeddings and device == "cpu" and (dtype != "float16" or quantization != "none"):
+    own = layout.tp_size > 1 or (quantization != "none" and fits(quantization, spec.hidden_size))
+    if spec.tied_embeddings and device == "cpu" and own and (dtype != "float16" or quantization != "none"):
         parts.append(("head.weight", (-(-spec.vocab_size // layout.tp_size), spec.hidden_size)))
     for part, shape in parts:
         linear = len(shape) == 2 and part.split(".")[-2] in (*_CUT_ROWS, *_KV_ROWS, *_CUT_COLUMNS)

@@ -32,8 +32,7 @@ class Runner:
             return StepResult([])
         with torch.inference_mode():
             batches = make_batches(plan.rows, self._storage)
-            hidden = self._model.forward(batches, self._storage)
-            if not len(batches[0].sample_index):
+            logits, largest = self._model.forward(batches, self._storage)
+            if self._parallel.rank or not len(logits):
                 return StepResult([])
-            logits = self._model.rounded_logits(hidden)
-            return StepResult(sample(logits, samples) if self._parallel.rank == 0 else [])
+            return StepResult(sample(logits, samples, largest))

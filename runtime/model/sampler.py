@@ -23,7 +23,7 @@ import torch
 
 from kvferry.kernels.cpu import sampling as cpu
 from kvferry.kernels.cpu.available import kernels_for
-from kvferry.kernels.sampling import argmax
+from kvferry.kernels.sampling import Largest, argmax
 from kvferry.runtime.errors import DeviceError
 from kvferry.runtime.model.philox import Draw, gumbel
 from kvferry.runtime.request import Logprob, SamplingParams
@@ -35,13 +35,15 @@ _LEAST = float(np.finfo(np.float32).tiny)
 """What divides logits is at least this: smaller numbers, which are legal, would be 0 in float32."""
 
 
-def sample(logits_RV: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
-    """Draws one token per row. logits_RV: floating point, one row per input; not changed.
+def sample(
+    logits_RV: torch.Tensor, inputs: Sequence[SampleInput], largest: Largest | None = None
+) -> list[SampledToken]:
+    """Draws one token per row. logits_RV: floating point, one row per input; not changed. largest: if it is known.
 
     Raises `DeviceError` if a row has no largest number (the model computed NaN or infinity).
     """
-    largest, token_ids = argmax(logits_RV)
-    if broken := [r for r, value in enumerate(largest) if not math.isfinite(value)]:
+    values, token_ids = largest or argmax(logits_RV)
+    if broken := [r for r, value in enumerate(values) if not math.isfinite(value)]:
         raise DeviceError(f"logits are not finite in rows {broken}")
     others = [r for r, one in enumerate(inputs) if not one.plain]
     if not others:

@@ -15,16 +15,20 @@ import torch
 from transformers import PreTrainedModel
 
 from kvferry.kernels.cpu.available import library
+from kvferry.kernels.linear import PackedLinear
 from kvferry.kernels.packing import Quantization
+from kvferry.kernels.sampling import argmax
 from kvferry.runtime.errors import DeviceError
-from kvferry.runtime.ids import BlockId
+from kvferry.runtime.ids import BlockId, RequestId, SequenceKey
 from kvferry.runtime.kv.groups import one_group
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import make_batches
 from kvferry.runtime.model.decoder import Decoder
 from kvferry.runtime.model.parallel import Ranks, ShmParallel, SingleRank, TensorParallel
+from kvferry.runtime.model.sampler import sample
 from kvferry.runtime.model.shm_parallel import ShmExchange
-from kvferry.runtime.step import Row
+from kvferry.runtime.request import SamplingParams
+from kvferry.runtime.step import Row, SampleInput
 from tests.support.golden import BLOCK, build_from, randomised
 from tests.support.golden_configs import CONFIGS, VOCAB
 
@@ -54,6 +58,11 @@ def build(
     return build_from(oracle(name), parallel or SingleRank(), getattr(torch, dtype), quantization)
 
 
+def finds(model: Decoder) -> bool:
+    """Whether its logits are whole and final within the program."""
+    return model.parallel.size == 1 and model.spec.logit_softcap is None
+
+
 def run(model: Decoder, stored: str, threads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Logits of all tokens of each step, and the cache as bytes."""
     before = torch.get_num_threads()
@@ -73,7 +82,10 @@ def run(model: Decoder, stored: str, threads: int) -> tuple[list[torch.Tensor], 
                 ]
                 batches = make_batches(rows, storage)
                 assert model.compiled is None or model.compiled.takes(batches, storage)
-                logits.append(model.logits(model.forward(batches, storage)))
+                computed, largest = model.forward(batches, storage)
+                assert (largest is not None) == (model.compiled is not None and finds(model))
+                assert largest in (None, argmax(computed))
+                logits.append(computed.float())
         return logits, storage.groups[0].blocks.view(torch.uint8)
     finally:
         torch.set_num_threads(before)
@@ -101,6 +113,23 @@ def check(model: Decoder, stored: str) -> None:
         for got, wanted in zip(logits, expected, strict=True):
             assert torch.equal(got, wanted)
         assert torch.equal(cache, kept)
+
+
+def test_a_broken_model_is_found_by_the_program() -> None:
+    """An argmax that passes over NaN: answers made of nothing."""
+    model = build("gqa-tied", "bfloat16")
+    assert isinstance(model.head, PackedLinear)
+    model.head.weight.view(torch.bfloat16)[5] = float("nan")
+    layout = model.spec.kv_layout(BLOCK, "bfloat16", 1)
+    storage = RankStorage(one_group(layout, 2), "cpu", dtype=model.dtype)
+    rows = [Row([40 + i], 0, [BlockId(i)], 1) for i in range(2)]
+    with torch.inference_mode():
+        logits, largest = model.forward(make_batches(rows, storage), storage)
+    assert largest is not None
+    key = SequenceKey(RequestId("r"), 0, 0)
+    inputs = [SampleInput(key, SamplingParams(), 1, [], [], [], plain=True)] * 2
+    with pytest.raises(DeviceError, match=r"not finite in rows \[0, 1\]"):
+        sample(logits, inputs, largest)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -63,7 +63,7 @@ def all_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     groups = one_group(model.spec.kv_layout(BLOCK, dtype, 1), len(token_ids) // BLOCK + 1)
     storage = RankStorage(groups, "cpu")
     row = Row(token_ids, 0, [BlockId(b) for b in range(groups.num_blocks)], len(token_ids))
-    return model.logits(model.forward(make_batches([row], storage), storage))
+    return model.forward(make_batches([row], storage), storage)[0].float()
 
 
 @pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.025), ("int4", 0.10)])

@@ -212,3 +212,18 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestLruPool = LruMachine.TestCase
 TestLruPool.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_memory_that_was_used_is_used_again_first() -> None:
+    """A worker touches the whole pool though few of its blocks are ever in use: pages that nobody needs."""
+    pool = BlockPool(8, SIZE)
+    first = pool.lease(3)
+    for block in first:
+        pool.release(block)
+    kept = pool.lease(2)
+    pool.begin_fill(kept[0], hash_block(ROOT, None, [1, 2]), None, [1, 2])
+    assert pool.seal(kept[0]) == kept[0]
+    pool.release(kept[0])  # cached: goes last of all
+    used = pool.lease(2)
+    assert {*kept, used[0]} == set(first)
+    assert used[1] not in first, "a cached block was given away while free ones were left"

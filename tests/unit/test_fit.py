@@ -5,6 +5,9 @@ Guards against: local layers that hold what they cannot see; a split that starve
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -128,3 +131,9 @@ def test_mistral_is_flat_once_past_the_window() -> None:
     assert held_bytes(kv, 1030) == held_bytes(kv, 2050) == held_bytes(kv, 4100) == kv.held_bytes(4100)
     assert kv.held_bytes(4100) == 33 * kv.main.layout.block_bytes
     assert msgspec.structs.replace(kv.main, num_blocks=33).max_tokens is None, "one window of blocks serves any length"
+
+
+def test_options_are_checked_without_a_tokenizer() -> None:
+    """Every worker holds 5 MiB of what only a draft model's check needs."""
+    code = "import sys, kvferry.runtime.model.fit; sys.exit('tokenizers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
