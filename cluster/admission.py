@@ -125,13 +125,16 @@ class Admission:
             return set()
         roster = self._router.prices.roster(members)
         homes = roster.homes or roster.prices
-        best = [p for p in homes if demand.num_tokens + 1 <= p.max_context] or homes  # could ever hold one of them
+        best, num_tokens = homes, demand.num_tokens + 1
+        if num_tokens > roster.least_context:
+            best = [p for p in homes if num_tokens <= p.max_context] or homes  # could ever hold one of them
         if new:
-            num_blocks = self._router.num_blocks(demand, homes[0].member, {})  # without hits it takes the most
+            num_blocks = float(self._router.num_blocks(demand, homes[0].member, {}))  # without hits it takes the most
+            num_sequences = float(demand.num_sequences)
             best = [
                 p
                 for p in best
-                if (num_blocks <= p.room_blocks and demand.num_sequences <= p.room_sequences)
+                if (num_blocks <= p.room_blocks and num_sequences <= p.room_sequences)
                 or self._has_room(demand, p.member, hits)
             ]
         if not best:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import xor
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from kvferry.runtime.ids import BlockHash, Peer
 
 MAX_PENDING_FRAMES = 4096
 """Frames kept for replay after a snapshot that is on its way; more than that and the next snapshot is used."""
+EXPIRED_PER_CALL = 8
+"""Bookings that one call of `expect` clears away; each call adds one."""
 MAX_NAMED_SETS = 65_536
 """Sets of groups whose names are remembered; beyond that they are found anew."""
 
@@ -34,14 +36,16 @@ class _Entries:
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        """In the table of holders."""
+        """In the table of holders; 0: the group is gone."""
         self.seq = -1
         self.trusted = False
         self.count = 0
         self.digest = 0
-        self.expected: dict[BlockHash, int] = {}
-        """Until when."""
         self.pending: deque[tuple[int, KvEvents | None]] = deque(maxlen=MAX_PENDING_FRAMES)
+
+
+_Expected = tuple[int, _Entries]
+"""Until when, and where: one object for all blocks of a booking."""
 
 
 class Prefixes(NamedTuple):
@@ -61,9 +65,9 @@ class PrefixIndex:
         self._table = HolderTable()
         self._owners: dict[int, Peer] = {}
         self._names: dict[int, tuple[Peer, ...]] = {}
-        self._expected: dict[BlockHash, int] = {}
-        """Groups that expect the block, as bits."""
-        self._expiries: list[tuple[int, int, Peer, list[BlockHash]]] = []
+        self._expected: dict[BlockHash, tuple[_Expected, ...]] = {}
+        """Blocks with the same expectations share one tuple. Some may have passed."""
+        self._expiries: list[tuple[int, int, list[BlockHash]]] = []
         self._num_expects = 0
 
     # ------------------------------------------------------------ what groups report
@@ -114,47 +118,63 @@ class PrefixIndex:
         entries = self._peers.pop(peer, None)
         if entries is None:
             return
-        for block_hash in list(entries.expected):
-            self._drop_expected(entries, block_hash)
         self._table.retire(entries.bit)
         del self._owners[entries.bit]
+        entries.bit = 0
 
     # ------------------------------------------------------------ what routing asks
     def expect(self, peer: Peer, hashes: Iterable[BlockHash], now_ns: int, until_ns: int) -> None:
         """Books blocks that a routed request will make appear at `peer`; they count as held until `until_ns`."""
         self._expire(now_ns)
-        entries = self._entries(peer)
-        bit, mine, all_expected = entries.bit, entries.expected, self._expected
-        booked = self._table.missing(bit, hashes)
+        entries, all_expected = self._entries(peer), self._expected
+        booked = self._table.missing(entries.bit, hashes)
+        if not booked:
+            return
+        mine = (until_ns, entries)
+        seen: tuple[_Expected, ...] = ()
+        both: tuple[_Expected, ...] = (mine,)
         for block_hash in booked:
-            if until_ns > mine.get(block_hash, 0):
-                mine[block_hash] = until_ns
-            all_expected[block_hash] = all_expected.get(block_hash, 0) | bit
-        if booked:
-            self._num_expects += 1
-            heapq.heappush(self._expiries, (until_ns, self._num_expects, peer, booked))
+            before = all_expected.get(block_hash, ())
+            if before is not seen:  # of a block's neighbours the same is expected
+                later = [e for e in before if e[1] is entries and e[0] > until_ns]
+                others = [e for e in before if e[1] is not entries and e[0] > now_ns]
+                seen, both = before, (*others, *(later or [mine]))
+            all_expected[block_hash] = both
+        self._num_expects += 1
+        heapq.heappush(self._expiries, (until_ns, self._num_expects, booked))
 
     def find(self, hashes: Sequence[BlockHash], now_ns: int, num_window: int | None = None) -> Prefixes:
         """Of the blocks of a prompt, how many leading ones each group has.
 
         `num_window`: only the last so many of them need to be there.
         """
-        if self._expiries and self._expiries[0][0] <= now_ns:
-            self._expire(now_ns)
+        if num_window is not None:
+            return self._find_runs(hashes, now_ns, num_window)
         shards, expected = self._table.shards, self._expected
-        walking = self._table.live
-        held, hits = list[int](), list[int]()
-        for block_hash in hashes:
+        hits = held = self._table.live
+        hit_ends, held_ends = list[tuple[int, int]](), list[tuple[int, int]]()
+        for i, block_hash in enumerate(hashes):
             holders = shards[block_hash[0]].get(block_hash, 0)
-            held.append(holders)
-            if block_hash in expected:
-                holders |= expected[block_hash]
-            hits.append(holders)
-            walking &= holders
-            if not walking and num_window is None:
+            if hits & holders == hits:
+                continue  # for most blocks; then all of `held` have it as well
+            left = hits & holders
+            for until_ns, entries in expected.get(block_hash, ()):
+                if until_ns > now_ns:
+                    left |= hits & entries.bit
+            if left != hits:
+                hit_ends.append((hits, i))
+                hits = left
+            left = held & holders
+            if left != held:
+                held_ends.append((held, i))
+                held = left
+            if not hits:
                 break
-        found = self._longest(hits, num_window)
-        return Prefixes(found, found if hits == held else self._longest(held, num_window))
+        else:
+            hit_ends.append((hits, len(hashes)))
+            held_ends.append((held, len(hashes)))
+        found = self._depths(hit_ends)
+        return Prefixes(found, found if held_ends == hit_ends else self._depths(held_ends))
 
     def longest_prefix(
         self, hashes: Sequence[BlockHash], now_ns: int, num_window: int | None = None
@@ -189,8 +209,6 @@ class PrefixIndex:
         old, entries.bit = entries.bit, self._new_bit(peer)
         self._table.retire(old)
         del self._owners[old]
-        for block_hash in entries.expected:
-            self._expected[block_hash] ^= old | entries.bit
         entries.count = entries.digest = 0
 
     def _update(self, entries: _Entries, events: KvEvents | None) -> None:
@@ -206,44 +224,58 @@ class PrefixIndex:
         added = self._table.add(entries.bit, hashes)
         entries.count += len(added)
         entries.digest = _digest(entries.digest, added)
-        if entries.expected:
-            for block_hash in added:
-                self._drop_expected(entries, block_hash)
+        expected = self._expected
+        if arrived := [h for h in added if h in expected]:
+            self._keep_expected(arrived, lambda e: e[1] is not entries)
 
-    def _drop_expected(self, entries: _Entries, block_hash: BlockHash) -> None:
-        if entries.expected.pop(block_hash, None) is None:
-            return
-        if left := self._expected[block_hash] ^ entries.bit:
-            self._expected[block_hash] = left
-        else:
-            del self._expected[block_hash]
+    def _keep_expected(self, hashes: Iterable[BlockHash], keep: Callable[[_Expected], bool]) -> None:
+        """Of what is expected of the blocks."""
+        all_expected = self._expected
+        seen: tuple[_Expected, ...] = ()
+        left = seen
+        for block_hash in hashes:
+            before = all_expected.get(block_hash, ())
+            if before is not seen:
+                seen, left = before, tuple([e for e in before if keep(e)])
+            if left:
+                all_expected[block_hash] = left
+            elif before:
+                del all_expected[block_hash]
 
     def _expire(self, now_ns: int) -> None:
-        while self._expiries and self._expiries[0][0] <= now_ns:
-            _, _, peer, hashes = heapq.heappop(self._expiries)
-            entries = self._peers.get(peer)
-            if entries is None:
-                continue
-            for block_hash in hashes:
-                # It may have arrived, or a later booking may have prolonged it.
-                if entries.expected.get(block_hash, now_ns + 1) <= now_ns:
-                    self._drop_expected(entries, block_hash)
+        """Only to give memory back."""
+        for _ in range(EXPIRED_PER_CALL):
+            if not self._expiries or self._expiries[0][0] > now_ns:
+                return
+            _, _, hashes = heapq.heappop(self._expiries)
+            self._keep_expected(hashes, lambda e: e[0] > now_ns)
 
-    def _longest(self, sets: list[int], num_window: int | None) -> dict[Peer, int]:
-        """`sets`: of each block, who has it."""
-        live = self._table.live
-        if num_window is not None:
-            runs = longest_runs([holders & live for holders in sets], num_window)
-            return {self._owners[bit]: n for bit, n in runs.items()}
-        found, walking = dict[Peer, int](), live
-        for i, holders in enumerate(sets):
-            left = walking & holders
-            if left != walking:  # those that end here, and those that go on: they are overwritten later
-                if i:
-                    found |= dict.fromkeys(self._named(walking), i)
-                walking = left
-        if walking and sets:
-            found |= dict.fromkeys(self._named(walking), len(sets))
+    def _find_runs(self, hashes: Sequence[BlockHash], now_ns: int, num_window: int) -> Prefixes:
+        live, shards, expected = self._table.live, self._table.shards, self._expected
+        held, hits = list[int](), list[int]()
+        for block_hash in hashes:
+            holders = shards[block_hash[0]].get(block_hash, 0) & live
+            held.append(holders)
+            for until_ns, entries in expected.get(block_hash, ()):
+                if until_ns > now_ns:
+                    holders |= entries.bit
+            hits.append(holders)
+        found = self._owned(longest_runs(hits, num_window))
+        return Prefixes(found, found if hits == held else self._owned(longest_runs(held, num_window)))
+
+    def _owned(self, runs: dict[int, int]) -> dict[Peer, int]:
+        return {self._owners[bit]: n for bit, n in runs.items()}
+
+    def _depths(self, ends: list[tuple[int, int]]) -> dict[Peer, int]:
+        """`ends`: groups and the block that some of them lack, deeper and deeper: who goes on is overwritten."""
+        found = dict[Peer, int]()
+        for holders, i in ends:
+            if i and holders:
+                part = dict.fromkeys(self._named(holders), i)
+                if found:
+                    found |= part
+                else:
+                    found = part
         return found
 
     def _named(self, holders: int) -> tuple[Peer, ...]:
@@ -257,18 +289,19 @@ class PrefixIndex:
     def check_invariants(self) -> None:
         """Recomputes every derived value. For tests and audits."""
         self._table.check_invariants()
-        expected: dict[BlockHash, int] = {}
         for peer, entries in self._peers.items():
             hashes = self.hashes(peer)
             assert self._owners[entries.bit] == peer, f"{peer}: its bit is another's"
             assert len(hashes) == entries.count, f"{peer}: count out of step"
             assert _digest(0, hashes) == entries.digest, f"{peer}: digest out of step"
-            assert not entries.expected.keys() & hashes, f"{peer}: expects blocks that it holds"
             assert not (entries.trusted and entries.pending), f"{peer}: trusted with frames pending"
-            for block_hash in entries.expected:
-                expected[block_hash] = expected.get(block_hash, 0) | entries.bit
+            expects = {h for h, expected in self._expected.items() if any(e is entries for _, e in expected)}
+            assert not expects & hashes, f"{peer}: expects blocks that it holds"
         assert reduce(xor, self._owners, 0) == self._table.live, "bits in use differ from the groups'"
-        assert expected == self._expected, "expected blocks differ"
+        expiring = {(until_ns, h) for until_ns, _, hashes in self._expiries for h in hashes}
+        for block_hash, expected in self._expected.items():
+            assert len({id(entries) for _, entries in expected}) == len(expected) > 0, "expected twice, or by nobody"
+            assert all((until_ns, block_hash) in expiring for until_ns, _ in expected), "expected for ever"
 
 
 def _digest(digest: int, hashes: Iterable[BlockHash]) -> int:

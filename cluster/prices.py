@@ -63,6 +63,10 @@ class Price:
         return num_sent * self.block_s
 
 
+Cost = tuple[float, Price]
+"""Seconds of some of the work on a group."""
+
+
 class Roster:
     """Groups that can be routed to."""
 
@@ -70,7 +74,9 @@ class Roster:
         self.prices = prices
         self.homes = [p for p in prices if p.role != "prefill"]
         self.prefillers = [p for p in prices if p.role != "decode"]
+        self.first_costs: list[Cost] = [(0.0, p) for p in self.prefillers]
         self.peers = {p.peer for p in prices}
+        self.least_context = min([p.max_context for p in self.homes or prices], default=0)
 
     def without(self, peers: Collection[Peer]) -> Roster:
         return Roster([p for p in self.prices if p.peer not in peers]) if peers else self

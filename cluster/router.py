@@ -28,20 +28,17 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from kvferry.cluster.costs import COST_GRAIN_S, TRANSFER_LATENCY_S, Work
 from kvferry.cluster.messages import Load
-from kvferry.cluster.prices import Price, Prices, Roster
+from kvferry.cluster.prices import Cost, Price, Prices, Roster
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router_load import Booking, GroupRates, LoadBook
 from kvferry.runtime.config import check_range
 from kvferry.runtime.ids import Peer
 
-TRANSFER_LATENCY_S = 0.003
-"""Expect, ticket and the last message's way: about three small messages and a step border."""
 FETCH_PATIENCE = 4.0
 """A fetch is given up when it takes so many times longer than computing its blocks would have taken."""
 MIN_FETCH_PATIENCE_S = 1.0
-COST_GRAIN_S = 1e-4
-"""Costs closer than this are ties; ties go to who was chosen least recently."""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,28 +110,11 @@ class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
         return self.queue_s + self.fetch_s + self.prefill_s + self.stall_s + self.transfer_s + self.decode_s
 
 
-class _Work(NamedTuple):
-    """A demand, and what is known of its prompt."""
-
-    demand: Demand
-    hits: Mapping[Peer, int]
-    held: Mapping[Peer, int]
-    size: int
-    """Of a block."""
-    usable: int
-    """Blocks of a prefix that need not be computed: the last token always is, for its logits."""
-    most_held: int
-    """Leading blocks that some group can send; 0: nothing is fetched."""
-    most_fetched: int
-    """Of these, the usable ones."""
-    num_steps: float
-
-
 class _Option(NamedTuple):
     cost_s: float
-    prefill: Price | None
     decode: Price
     reason: str
+    prefill: Price | None = None
 
     @property
     def first(self) -> Price:
@@ -177,19 +157,25 @@ class Router:
         if not live.prices:
             return None
         work = self._work(demand, hits, held, everyone)
-        return self._decide(work, self._cheapest(work, live))
+        return self._decide(demand, work, self._cheapest(demand, work, live))
 
-    def _cheapest(self, work: _Work, live: Roster) -> _Option:
-        if work.demand.max_new_tokens <= 1:
+    def _cheapest(self, demand: Demand, work: Work, live: Roster) -> _Option:
+        if demand.max_new_tokens <= 1:
             return self._whole(work, live.prices, "one token: no decode phase")
         if not live.homes:
             return self._whole(work, live.prices, "no decode group lives")
         why = "cheapest on one group" if live.prefillers else "no prefill group lives"
-        apart = None if self._config.disaggregate == "never" else self._apart(work, live)
-        if apart is not None and self._config.disaggregate == "always":
+        homes = work.decodes(live.homes)
+        apart = None if self._config.disaggregate == "never" else self._apart(work, live.first_costs, homes)
+        if apart is None:
+            return self._whole(work, live.homes, why)
+        if self._config.disaggregate == "always":
             return apart
-        whole = self._whole(work, live.homes, why)
-        if apart is None or whole.cost_s < apart.cost_s - COST_GRAIN_S:
+        near = work.firsts(homes, apart.cost_s + 3 * COST_GRAIN_S)  # with all that tie with a tie with it
+        if not near:
+            return apart
+        whole = _Option(*self._least(near), why)
+        if whole.cost_s < apart.cost_s - COST_GRAIN_S:
             return whole
         if apart.cost_s < whole.cost_s - COST_GRAIN_S:
             return apart
@@ -271,42 +257,51 @@ class Router:
         return max(num_blocks, -(-held * info.num_blocks // beside.num_blocks))
 
     # ------------------------------------------------------------ costs
-    def _work(self, demand: Demand, hits: Mapping[Peer, int], held: Mapping[Peer, int], everyone: Roster) -> _Work:
+    def _work(self, demand: Demand, hits: Mapping[Peer, int], held: Mapping[Peer, int], everyone: Roster) -> Work:
         size = everyone.prices[0].member.info.block_size  # the same in a whole cluster
         usable = max(0, demand.num_tokens - 1) // size
-        most = 0 if self._config.fetch_prefix == "never" else max(held.values(), default=0)
-        num_steps = min(demand.max_new_tokens - 1, self.rates.output_tokens)
-        return _Work(demand, hits, held, size, usable, most, min(most, usable), num_steps)
+        deepest = max(hits.values(), default=0)
+        most = deepest if held is hits else max(held.values(), default=0)
+        if self._config.fetch_prefix == "never":
+            most = 0
+        return Work(
+            demand.num_tokens,
+            demand.num_sequences,
+            min(demand.max_new_tokens - 1, self.rates.output_tokens),
+            hits,
+            held,
+            size,
+            demand.num_tokens // size,
+            usable,
+            deepest,
+            most,
+            min(most, usable),
+            self._least_gain_s,
+        )
 
-    def _whole(self, work: _Work, prices: list[Price], reason: str) -> _Option:
-        steps, n = work.num_steps, work.demand.num_sequences
-        firsts = self._firsts(work, prices)
-        costs = [first + steps * (p.step_s + n * p.join_s) for first, p in zip(firsts, prices, strict=True)]
-        i = self._least(costs, prices)
-        return _Option(costs[i], None, prices[i], reason)
+    def _whole(self, work: Work, prices: list[Price], reason: str) -> _Option:
+        """All on one group."""
+        return _Option(*self._least(work.firsts(work.decodes(prices))), reason)
 
-    def _apart(self, work: _Work, live: Roster) -> _Option | None:
+    def _apart(self, work: Work, firsts: list[Cost], homes: list[Cost]) -> _Option | None:
         """The best pair of two groups between which there is something to ship; `None` if there is none."""
-        num_blocks, hits = work.demand.num_tokens // work.size, work.hits
-        decoders, prefillers = live.homes, live.prefillers
-        if max(hits.values(), default=0) >= num_blocks:
-            decoders = [p for p in decoders if hits.get(p.peer, 0) < num_blocks]
-        if not decoders or not prefillers:
+        num_blocks, hits, decoders = work.num_blocks, work.hits, homes
+        if work.deepest >= num_blocks:
+            decoders = [(decode_s, p) for decode_s, p in homes if hits.get(p.peer, 0) < num_blocks]
+        if not decoders or not firsts:
             return None
-        firsts, seconds = self._firsts(work, prefillers), self._seconds(work, decoders)
-        i, j = self._least(firsts, prefillers), self._least(seconds, decoders)
-        if prefillers[i] is decoders[j]:  # one of the two goes elsewhere
-            options = list[tuple[float, int, int]]()
-            if len(prefillers) > 1:
-                other = self._least([*firsts[:i], math.inf, *firsts[i + 1 :]], prefillers)
-                options.append((firsts[other] + seconds[j], other, j))
-            if len(decoders) > 1:
-                other = self._least([*seconds[:j], math.inf, *seconds[j + 1 :]], decoders)
-                options.append((firsts[i] + seconds[other], i, other))
-            if not options:
+        pair = self._least(work.firsts(firsts)), self._least(work.seconds(decoders))
+        if (busy := pair[0][1]) is pair[1][1]:  # one of the two goes elsewhere
+            pairs = list[tuple[Cost, Cost]]()
+            if others := [cost for cost in firsts if cost[1] is not busy]:
+                pairs.append((self._least(work.firsts(others)), pair[1]))
+            if others := [cost for cost in decoders if cost[1] is not busy]:
+                pairs.append((pair[0], self._least(work.seconds(others))))
+            if not pairs:
                 return None
-            _, i, j = min(options)
-        return _Option(firsts[i] + seconds[j], prefillers[i], decoders[j], "cheaper to prefill apart")
+            pair = min(pairs, key=lambda p: (p[0][0] + p[1][0], firsts.index((0.0, p[0][1]))))
+        (first_s, prefill), (second_s, decode) = pair
+        return _Option(first_s + second_s, decode, "cheaper to prefill apart", prefill)
 
     def _receiver(
         self, demand: Demand, source: Member, prices: list[Price], hits: Mapping[Peer, int], reason: str
@@ -315,52 +310,20 @@ class Router:
             return None
         first = self.prices.one(source)
         work = self._work(demand, hits, {}, Roster([first]))
-        costs = self._seconds(work, prices)
-        i = self._least(costs, prices)
-        return self._decide(work, _Option(costs[i], first, prices[i], reason))
+        cost_s, price = self._least(work.seconds(work.decodes(prices)))
+        return self._decide(demand, work, _Option(cost_s, price, reason, first))
 
-    def _firsts(self, work: _Work, prices: list[Price]) -> list[float]:
-        """Seconds of queue, fetch, prefill and stall, on each."""
-        hits, size, usable, num_tokens = work.hits, work.size, work.usable, work.demand.num_tokens
-        most, left = work.most_fetched, num_tokens - work.most_fetched * size
-        least_gain_s = self._least_gain_s
-        costs = []
-        for price in prices:
-            num_hits = hits.get(price.peer, 0)
-            if num_hits > usable:
-                num_hits = usable
-            queue_s, token_s = price.queue_s, price.token_s
-            cost = queue_s + (num_tokens - num_hits * size) * token_s
-            if num_hits < most:  # fetch and queue go on at once
-                num = most - num_hits
-                fetch_s = TRANSFER_LATENCY_S + (num * price.block_s if price.is_plain else price.ferry_s(num))
-                fetched = (fetch_s if fetch_s > queue_s else queue_s) + left * token_s
-                if cost - fetched > least_gain_s:
-                    cost = fetched
-            costs.append(cost)
-        return costs
-
-    def _seconds(self, work: _Work, prices: list[Price]) -> list[float]:
-        """Seconds of transfer and decode, on each."""
-        hits, num_blocks = work.hits, work.demand.num_tokens // work.size
-        steps, n = work.num_steps, work.demand.num_sequences
-        costs = []
-        for p in prices:
-            num = num_blocks - hits.get(p.peer, 0)
-            ferry_s = num * p.block_s if p.is_plain else p.ferry_s(num)
-            costs.append(TRANSFER_LATENCY_S + ferry_s + steps * (p.step_s + n * p.join_s))
-        return costs
-
-    def _least(self, costs: list[float], prices: list[Price]) -> int:
-        """The place of the cheapest; among ties of who was chosen least recently."""
-        limit = min(costs) + COST_GRAIN_S
-        near = [i for i, cost in enumerate(costs) if cost <= limit]
-        return near[0] if len(near) == 1 else min(near, key=lambda i: self._turn(prices[i]))
+    def _least(self, costs: list[Cost]) -> Cost:
+        """The cheapest; among ties who was chosen least recently."""
+        if len(costs) > 1:
+            limit_s = min([cost_s for cost_s, _ in costs]) + COST_GRAIN_S
+            costs = [cost for cost in costs if cost[0] <= limit_s]
+        return costs[0] if len(costs) == 1 else min(costs, key=lambda cost: self._turn(cost[1]))
 
     def _turn(self, price: Price) -> tuple[int, str]:
         return self._picked.get(price.peer, 0), price.name
 
-    def _fetch(self, work: _Work, first: Price) -> Fetch | None:
+    def _fetch(self, work: Work, first: Price) -> Fetch | None:
         """What of the prefix `first` should get from a peer; `None`: it computes what it lacks."""
         num_fetched = work.most_fetched - min(work.hits.get(first.peer, 0), work.usable)
         if num_fetched <= 0:
@@ -370,15 +333,16 @@ class Router:
         if gain_s <= self._least_gain_s:
             return None
         patience_s = max(MIN_FETCH_PATIENCE_S, FETCH_PATIENCE * num_fetched * work.size * first.prefill_s)
-        source = max((peer for peer, n in work.held.items() if n == work.most_held), key=str)
+        sources = [peer for peer, n in work.held.items() if n == work.most_held]
+        source = sources[0] if len(sources) == 1 else max(sources, key=str)
         return Fetch(source, work.most_fetched, seconds, patience_s)
 
-    def _decide(self, work: _Work, option: _Option) -> RoutingDecision:
-        demand, hits, first, decode = work.demand, work.hits, option.first, option.decode
+    def _decide(self, demand: Demand, work: Work, option: _Option) -> RoutingDecision:
+        hits, first, decode = work.hits, option.first, option.decode
         fetch = self._fetch(work, first)
         num_hits = fetch.num_blocks if fetch is not None else min(hits.get(first.peer, 0), work.usable)
         num_tokens = demand.num_tokens - num_hits * work.size
-        missing = demand.num_tokens // work.size - hits.get(decode.peer, 0)
+        missing = work.num_blocks - hits.get(decode.peer, 0)
         return RoutingDecision(
             prefill=None if option.prefill is None else option.prefill.peer,
             decode=decode.peer,

@@ -146,6 +146,15 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.longest_prefix(CHAIN, self.now) == naive
 
     @invariant()
+    def what_is_held_is_told_from_what_is_expected(self) -> None:
+        naive = {}
+        for peer in PEERS:
+            have = self.index_holds(peer)
+            if length := next((i for i, b in enumerate(CHAIN) if b not in have), len(CHAIN)):
+                naive[peer] = length
+        assert self.index.find(CHAIN, self.now).held == naive
+
+    @invariant()
     def a_window_needs_the_last_blocks_only(self) -> None:
         """Against trying every length."""
         for num_window in (1, 2, 3):
@@ -190,6 +199,7 @@ def test_memory_of_expected_blocks_goes_back() -> None:
     for i in range(100):
         index.expect(PEERS[i % 3], CHAIN, i, i + 3)
     assert index.longest_prefix(CHAIN, 1000) == {}
+    for i in range(1000, 1050):
+        index.expect(PEERS[0], CHAIN[:1], i, i + 1)
     index.check_invariants()
-    assert not index._expected
-    assert not index._expiries
+    assert len(index._expected) == len(index._expiries) == 1

@@ -9,9 +9,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from kvferry.cluster.costs import COST_GRAIN_S, TRANSFER_LATENCY_S, Work
 from kvferry.cluster.messages import Load, WindowBlocks
+from kvferry.cluster.prices import Cost, Price
 from kvferry.cluster.registry import Member
-from kvferry.cluster.router import COST_GRAIN_S, TRANSFER_LATENCY_S, Demand, Router, RouterConfig
+from kvferry.cluster.router import Demand, Router, RouterConfig
 from tests.support.cluster_groups import ManualPort
 
 pytestmark = pytest.mark.core
@@ -126,3 +128,38 @@ def test_the_cheapest_of_all_options_is_chosen(
         least = min(options(router, members, demand, hits, held, config))
         assert least - 1e-9 <= decision.total_s <= least + 4 * COST_GRAIN_S
         assert math.isfinite(decision.total_s)
+
+
+@given(
+    groups=st.lists(
+        st.tuples(*[st.sampled_from([0.0, 1e-4, 3e-3, 0.1]) | st.floats(0, 1)] * 4), min_size=1, max_size=20
+    ),
+    kind=st.sampled_from(sorted(KINDS)),
+    num_tokens=st.integers(1, 600),
+    data=st.data(),
+    limit_s=st.sampled_from([math.inf, 1.0, 0.05]),
+)
+@settings(max_examples=300, deadline=None)
+def test_groups_that_are_left_out_could_not_have_won(
+    groups: list[tuple[float, ...]], kind: str, num_tokens: int, data: st.DataObject, limit_s: float
+) -> None:
+    """Fault: a bound above the cost, so that the cheapest group or one that ties with it is not weighed."""
+    full, usable, then, hits, held = num_tokens // SIZE, (num_tokens - 1) // SIZE, list[Cost](), {}, {}
+    for i, (then_s, queue_s, token_s, block_s) in enumerate(groups):
+        price = Price(Member(ManualPort(f"m{i}", 1, "mixed", block_size=SIZE, block_bytes=BYTES, **KINDS[kind]), 0))
+        price.queue_s, price.token_s, price.block_s = queue_s, token_s / 50, block_s / 50
+        then.append((then_s, price))
+        hits[price.peer] = data.draw(st.integers(0, full))
+        held[price.peer] = data.draw(st.integers(0, hits[price.peer]))
+    most, deepest = max(held.values()), max(hits.values())
+    gain_s = data.draw(st.sampled_from([-math.inf, COST_GRAIN_S]))
+    work = Work(num_tokens, 1, 9.0, hits, held, SIZE, full, usable, deepest, most, min(most, usable), gain_s)
+
+    def ties(costs: list[Cost]) -> list[Cost]:
+        least_s = min([cost_s for cost_s, _ in costs], default=0.0)
+        return [cost for cost in costs if cost[0] <= least_s + COST_GRAIN_S]
+
+    alone = [cost for group in then for cost in work.firsts([group])]
+    assert len(alone) == len(groups)
+    assert ties(work.firsts(then, limit_s)) == ties([cost for cost in alone if cost[0] <= limit_s])
+    assert ties(work.seconds(then)) == ties([cost for group in then for cost in work.seconds([group])])
