@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from kvferry.runtime.transfer.buffers import best_fit
 from kvferry.runtime.transfer.transport import LinkClosed
 
-LINK_BYTES = 32 << 20
+LINK_BYTES = 64 << 20
 """Of a link's buffers; it may have one of more."""
-SMALLEST_BYTES = 1 << 20
+SMALLEST_BYTES = 2 << 20
 """So that buffers are few; pages that nobody writes do not exist."""
 MAX_BUFFERS = LINK_BYTES // SMALLEST_BYTES
 _STATE_BYTES = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -54,7 +55,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]
     ):
         threading.Event().wait(0.02)
     assert not left
-    assert shared_memory() == before
+    gc.collect()  # of tests before, what errors hold may have gone since
+    assert shared_memory() <= before
 
 
 every_transport = pytest.mark.parametrize("pair", TRANSPORTS, indirect=True)
