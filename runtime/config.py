@@ -76,7 +76,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     transport: TransportName = "shm"
     timeout_s: float = 20.0
     """A transfer that is not complete by then has failed; its missing blocks are recomputed."""
-    blocks_per_message: int = 16
+    blocks_per_message: int = 64
+    """At most; fewer where blocks are large."""
     checksum: bool = False
     """A CRC-32 over every message's payload."""
 

@@ -38,7 +38,7 @@ from kvferry.runtime.sequence import Sequence
 from kvferry.runtime.speculation.speculator import Proposer, make_speculator
 from kvferry.runtime.step import CloseLink, OpenLink, SampledToken, SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.inbound import Inbound
-from kvferry.runtime.transfer.outbound import Outbound
+from kvferry.runtime.transfer.outbound import MESSAGE_BYTES, Outbound
 from kvferry.runtime.transfer.plan import copy_plan
 from kvferry.runtime.transfer.ticket import (
     ExpectRequest,
@@ -94,7 +94,8 @@ class Engine:
         self.inbound = Inbound(self.pools)
         # A window's shorter prefix needs blocks further ahead, which are evicted sooner: all of it, or nothing.
         whole = all(group.window is None for group in kv.groups)
-        self.outbound = Outbound(self.pools, config.transfer.blocks_per_message, partial=whole)
+        most = max(1, MESSAGE_BYTES // max(group.layout.block_bytes for group in kv.groups))
+        self.outbound = Outbound(self.pools, min(config.transfer.blocks_per_message, most), partial=whole)
         self.meters = Meters()
         self._execute = execute
         self._clock = clock

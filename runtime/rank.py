@@ -91,7 +91,8 @@ class Rank:
             decoder = build_model(self.spec, weights, dtype, rank, self._parallel, device, config.quantization)
         finally:
             weights.close()
-        self.storage = RankStorage(self.kv, device, dtype=dtype)
+        shared = host is not None and config.transfer.transport == "shm"
+        self.storage = RankStorage(self.kv, device, dtype=dtype, shared=shared)
         self.proposer: Proposer | None = None
         """Guesses for the engine, which runs where rank 0 is."""
         if speculation.draft_model is not None and rank == 0:

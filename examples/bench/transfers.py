@@ -61,7 +61,7 @@ class Side:
         torch.set_num_threads(1)
         kv = one_group(LAYOUT, num_blocks)
         self.peer = peer
-        self.storage = RankStorage(kv, "cpu").groups[0]
+        self.storage = RankStorage(kv, "cpu", shared=True).groups[0]
         self.storage.blocks.fill_(1.0)  # pages are there, as in a pool that has been used
         self.reports: queue.Queue[LinkReport] = queue.Queue()
         self.links: dict[TransportName, Links] = {

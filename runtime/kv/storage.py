@@ -18,6 +18,7 @@ from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.ids import BlockId
 from kvferry.runtime.kv.groups import KVGroups
 from kvferry.runtime.kv.layout import KVLayout
+from kvferry.runtime.kv.shared import shared_empty
 
 
 class KVStorage:
@@ -31,9 +32,11 @@ class KVStorage:
         *,
         dtype: torch.dtype | None = None,
         poison: bool = False,
+        shared: bool = False,
     ) -> None:
         """`dtype`: in which the model computes; `None`: the layout's, which then is no quantised one.
 
+        `shared`: on a CPU, in memory that processes of this machine can be given to read.
         `poison`: fill with NaN, so that a read of what nobody wrote shows (tests).
         """
         self.layout = layout
@@ -41,7 +44,11 @@ class KVStorage:
         slot, element = layout.block_shape[-1], getattr(torch, layout.format.element)
         self.format = SlotFormat(layout.dtype, dtype or getattr(torch, layout.dtype), layout.head_dim, slot)
         self.workspace = Workspace()
-        self.blocks = torch.empty((num_blocks, *layout.block_shape), dtype=element, device=device)
+        shape = (num_blocks, *layout.block_shape)
+        if shared and torch.device(device).type == "cpu":
+            self.blocks = shared_empty(shape, element)
+        else:
+            self.blocks = torch.empty(shape, dtype=element, device=device)
         self._heads = layout.planes * layout.rank_heads
         """Keys and values count as heads 0 … 2·rank_heads-1 of a layer, latents as its only one."""
         slots = self.blocks.view(-1, slot)
@@ -80,11 +87,18 @@ class RankStorage:
     """The storage of every block group of a rank."""
 
     def __init__(
-        self, kv: KVGroups, device: torch.device | str, *, dtype: torch.dtype | None = None, poison: bool = False
+        self,
+        kv: KVGroups,
+        device: torch.device | str,
+        *,
+        dtype: torch.dtype | None = None,
+        poison: bool = False,
+        shared: bool = False,
     ) -> None:
         self.kv = kv
         self.groups = [
-            KVStorage(group.layout, group.num_blocks, device, dtype=dtype, poison=poison) for group in kv.groups
+            KVStorage(group.layout, group.num_blocks, device, dtype=dtype, poison=poison, shared=shared)
+            for group in kv.groups
         ]
         self.places = sorted(
             (layer, group, place) for group, of in enumerate(kv.groups) for place, layer in enumerate(of.layers)

@@ -87,6 +87,8 @@ class _Pair:
 
 
 class GlooSendEnd:
+    max_unfinished = 2
+
     def __init__(self, pair: _Pair) -> None:
         self._pair = pair
         self._begun: deque[tuple[Work, list[Work], list[torch.Tensor]]] = deque()
@@ -104,12 +106,16 @@ class GlooSendEnd:
         sent = [self._pair.isend(tensor, tag) for tensor, tag in parts]
         self._begun.append((received, sent, [tensor for tensor, _ in parts]))
 
-    def wait_sent(self, timeout_s: float) -> None:
+    def wait_sent(self, timeout_s: float) -> bool:
         received, sent, _ = self._begun[0]
         self._pair.wait(received, timeout_s)
         for work in sent:
             self._pair.wait(work, timeout_s)  # over before the ACK came
         self._begun.popleft()
+        return True
+
+    def wake(self) -> None:
+        """A message is acknowledged as soon as it has arrived."""
 
     def close(self) -> None:
         self._pair.close()
@@ -173,7 +179,7 @@ class GlooReceiveEnd:
         for work in works:
             self._pair.wait(work, timeout_s)  # over before the END came
         self._pair.wait(self._pair.isend(_bytes(1), ACK), timeout_s)  # the sender asked for it before all else
-        return Payload(data, partial(self._buffers.free, memory), time.perf_counter() - begin)
+        return Payload([data], partial(self._buffers.free, memory), time.perf_counter() - begin)
 
     def close(self) -> None:
         self._pair.close()  # wakes the thread as well

@@ -32,7 +32,7 @@ class GroupSpan:
         span, block_ids = self._in_group(block_ids)
         return span.read(block_ids, device)
 
-    def write(self, block_ids: list[BlockId], payload: torch.Tensor) -> None:
+    def write(self, block_ids: list[BlockId], pieces: Sequence[torch.Tensor]) -> None:
         """As `HeadSpan.write`."""
         span, block_ids = self._in_group(block_ids)
-        span.write(block_ids, payload)
+        span.write(block_ids, pieces)

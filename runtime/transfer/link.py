@@ -19,7 +19,6 @@ from kvferry.runtime.transfer.staging import Staged, Staging
 from kvferry.runtime.transfer.ticket import LinkReport, RankAddress, Received, Sent
 from kvferry.runtime.transfer.transport import (
     MAX_HEADER_BYTES,
-    MAX_UNFINISHED,
     LinkClosed,
     LinkName,
     ReceiveEnd,
@@ -151,6 +150,7 @@ class SendLink:
         self._span = span
         self._on_down = on_down
         self._queue: deque[Outgoing] = deque()
+        self._end: SendEnd | None = None
         self.life = LinkThread(name, "send", self._run, self._down)
 
     def put(self, outgoing: Outgoing) -> None:
@@ -162,30 +162,36 @@ class SendLink:
             if error is None:
                 self._queue.append(outgoing)
                 self.life.changed.notify_all()
+            end = self._end
         if error is not None:
             outgoing.done(error)
+        elif end is not None:
+            end.wake()
 
     def _run(self) -> None:
         end = self._context.transport.connect(self._name, self._to, self._context.timeout_s)
         self.life.opened(end)
+        self._end = end
         reason, link_seq = f"{self._name}: the link went down", 0
         begun: deque[Outgoing] = deque()
         try:
             while True:
-                outgoing = self._next(block=not begun)
-                if outgoing is not None and self._is_discarded(outgoing):
+                full = len(begun) == end.max_unfinished
+                outgoing = None if full else self._next(block=not begun)
+                if outgoing is None:
+                    if end.wait_sent(self._context.timeout_s):
+                        begun.popleft().done(None)
+                elif self._is_discarded(outgoing):
                     outgoing.done("the transfer was ended")
-                elif outgoing is not None:
+                else:
                     begun.append(outgoing)
                     self._send(end, outgoing, link_seq)
                     link_seq += 1
-                if begun and (outgoing is None or len(begun) == MAX_UNFINISHED):
-                    end.wait_sent(self._context.timeout_s)
-                    begun.popleft().done(None)
         except LinkClosed as closed:
             reason = str(closed)
             raise
         finally:
+            end.close()  # until then their blocks may be read
             for outgoing in begun:
                 outgoing.done(reason)
 
@@ -293,7 +299,7 @@ class ReceiveLink:
             staging.reserve(self._link, header.num_bytes, timeout_s)
         try:
             payload = end.receive_payload(timeout_s)
-            if not discarded and header.crc is not None and checksum([payload.data]) != header.crc:
+            if not discarded and header.crc is not None and payload.read(checksum) != header.crc:
                 stats.count(refused_messages=1)
                 raise LinkClosed(f"{self._name}: refused a message: wrong checksum")
         except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -189,7 +190,7 @@ class Links:
     def import_(self, message: Import) -> None:
         """Copies a message's payloads into the storage. Raises `InvariantBroken` if one is not here."""
         for staged in self._staging.take(message):
-            staged.span.write(staged.block_ids, staged.payload.data)
+            staged.payload.read(partial(staged.span.write, staged.block_ids))
             staged.payload.free()
 
     def discard(self, discard: Discard) -> None:

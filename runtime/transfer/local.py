@@ -21,6 +21,8 @@ _transports: dict[int, LocalTransport] = {}
 class Channel:
     """A bounded queue of messages with both of its ends; also the handshake between them."""
 
+    max_unfinished = 1
+
     def __init__(self, name: str, ends: OpenEnds) -> None:
         self._name = name
         self._ends = ends
@@ -61,8 +63,12 @@ class Channel:
             self._messages.append((header, payload))
             self._condition.notify_all()
 
-    def wait_sent(self, timeout_s: float) -> None:
+    def wait_sent(self, timeout_s: float) -> bool:
         del timeout_s  # `send` has taken the bytes
+        return True
+
+    def wake(self) -> None:
+        """Nothing waits in `wait_sent`."""
 
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         with self._condition:
@@ -80,7 +86,7 @@ class Channel:
             payload, self._current = self._current, None
         if payload is None:
             raise LinkClosed(f"{self._name}: no header before the payload")
-        return Payload(payload, lambda: None)
+        return Payload([payload], lambda: None)
 
     def close(self) -> None:
         with self._condition:

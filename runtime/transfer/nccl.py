@@ -28,6 +28,8 @@ CLOSED = b"closed"
 class _End:
     """One end of a link. Message n's header is the store's key `n`. An end that closes puts `CLOSED` there instead."""
 
+    max_unfinished = 1
+
     def __init__(self, name: str, address: RankAddress, prefix: str, rank: int, timeout_s: float, ends: OpenEnds):
         from torch.distributed import ProcessGroupNCCL
 
@@ -61,8 +63,12 @@ class _End:
         except RuntimeError as error:
             raise self._broken(error) from error
 
-    def wait_sent(self, timeout_s: float) -> None:
+    def wait_sent(self, timeout_s: float) -> bool:
         del timeout_s  # `send` has waited
+        return True
+
+    def wake(self) -> None:
+        """Nothing waits in `wait_sent`."""
 
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         self._check()
@@ -94,7 +100,7 @@ class _End:
                 torch.cuda.current_stream(into.device).synchronize()
         except RuntimeError as error:
             raise self._broken(error) from error
-        return Payload(into, lambda: None, time.perf_counter() - begin)  # torch keeps the device's memory itself
+        return Payload([into], lambda: None, time.perf_counter() - begin)  # torch keeps the device's memory itself
 
     def _check(self) -> None:
         if self._closed.is_set():

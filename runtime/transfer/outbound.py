@@ -12,6 +12,8 @@ from kvferry.runtime.step import Discard, Send
 from kvferry.runtime.transfer.ledger import MAX_REMEMBERED, NS, BlockStore, Counters, EndedTransfers, Key, require
 from kvferry.runtime.transfer.ticket import Sent, Ticket, TicketBlock, TransferEvent, TransferState
 
+MESSAGE_BYTES = 32 << 20
+"""A rank's part of the largest message, which its destination stages whole."""
 _EVICTED = "its blocks were evicted before they could be sent"
 _UNWANTED = "no sequence goes on after its prompt"
 

@@ -4,98 +4,52 @@
       │ connect (abstract socket, named by the kernel)       │ listens from the start
       │ ── its tag, link name ─────────────────────────────▶ │
       │ ◀──────────────────────────── accepted, its tag ──── │
-      │ copy into a buffer that is free                      │
-      │ ── HEADER size, buffer's number [, descriptor] ────▶ │ maps it, if it is new
-      │ ◀──────────────── FREED number, once imported ────── │ the pool's blocks are copied straight from it
+      │ take a buffer that is free                           │
+      │ ── HEADER size, buffer's number, places in a pool    │
+      │           [, descriptors] ─────────────────────────▶ │ maps buffer and pool, if they are new
+      │ ◀──────────────── FREED number, once imported ────── │ the pool's blocks are copied from the source's
 
-A payload is copied once on either side: out of the pool, into the pool. Buffers are used again, for the pages of a new
-one cost more than the copy. The socket wakes whoever waits, and its end tells of a peer's death at once. The memory has
-no name (`memfd`), so nothing is left behind however a process dies, and the size of `/dev/shm` does not matter.
+Blocks of a pool that lies in shared memory (`kv/shared.py`) are copied once, by the destination; the source keeps them
+until it hears FREED, or copies them into the buffer after `KEEP_S` (see `lent.py`). Everything else goes through the
+buffer. Buffers are used again, for the pages of a new one cost more than the copy. The socket wakes whoever waits, and
+its end tells of a peer's death at once. The memory has no name (`memfd`), so nothing is left behind however a process
+dies, and the size of `/dev/shm` does not matter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
+import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvferry.runtime.transfer.buffers import best_fit
+from kvferry.runtime.kv.shared import Bytes, Region, map_to_read, region_of
+from kvferry.runtime.transfer.lent import MAX_BUFFERS, Buffer, Buffers, Loan
 from kvferry.runtime.transfer.meeting import Arrivals, Deadline, OpenEnds, machine_id
 from kvferry.runtime.transfer.secret import TAG_BYTES, is_tag, tag
 from kvferry.runtime.transfer.ticket import RankAddress
-from kvferry.runtime.transfer.transport import MAX_HEADER_BYTES, LinkClosed, LinkName, Payload
+from kvferry.runtime.transfer.transport import MAX_HEADER_BYTES, MAX_PIECES, LinkClosed, LinkName, Payload
 
-LINK_BYTES = 32 << 20
-"""Of a link's buffers; it may have one of more."""
-SMALLEST_BYTES = 1 << 20
-"""So that buffers are few; pages that nobody writes do not exist."""
-MAX_BUFFERS = LINK_BYTES // SMALLEST_BYTES
 HANDSHAKE_S = 2.0
+KEEP_S = 1.0
+"""How long blocks are kept for a destination that does not import; they cannot be evicted as long."""
+MAX_REGIONS = 16
+"""Of one source: its block groups."""
 HEADER, FREED, ACCEPTED, OFFERED = b"H", b"F", b"A", b"O"
-_HEADER = struct.Struct("<cQIdI")
-"""Kind, payload's size, buffer's number, seconds it took to fill, how many buffers are given up (numbers follow)."""
+_HEADER = struct.Struct("<cQIdIII")
+"""Kind, payload's size, buffer's number, seconds it took to fill, region's number, how many buffers are given up
+(numbers follow), how many pieces lie in the region (place and size of each follow); none: all is in the buffer."""
 _FREED = struct.Struct("<cI")
-_LARGEST = _HEADER.size + 4 * MAX_BUFFERS + MAX_HEADER_BYTES
+_LARGEST = _HEADER.size + 4 * MAX_BUFFERS + 16 * MAX_PIECES + MAX_HEADER_BYTES
 _CREDENTIALS = struct.Struct("3i")
-_Bytes = NDArray[np.uint8]
-
-
-def _map(descriptor: int) -> _Bytes:
-    """All of a memory object, as long as somebody holds the array."""
-    size = os.fstat(descriptor).st_size
-    return np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), dtype=np.uint8)
-
-
-class _Buffers:
-    """A sending end's. `lent`: the other end reads them; only it can give them back."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, _Bytes] = {}
-        self._lent: dict[int, _Bytes] = {}
-        self._given_up: list[int] = []
-        self._next = 0
-
-    def take(self, size: int) -> tuple[int, _Bytes, int | None] | None:
-        """Number, memory, and a descriptor if the other end has not seen it. `None`: wait for one to be freed."""
-        number = best_fit(((n, memory.size) for n, memory in self._free.items()), size)
-        if number is not None:
-            self._lent[number] = self._free.pop(number)
-            return number, self._lent[number], None
-        size = max(size, SMALLEST_BYTES)
-        while self._free and self._total() + size > LINK_BYTES:
-            number = next(iter(self._free))
-            del self._free[number]
-            self._given_up.append(number)
-        if self._lent and self._total() + size > LINK_BYTES:
-            return None
-        descriptor = os.memfd_create("kvferry-link")
-        os.ftruncate(descriptor, size)
-        number, self._next = self._next, self._next + 1
-        self._lent[number] = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
-        return number, self._lent[number], descriptor
-
-    def _total(self) -> int:
-        return sum(memory.size for memory in (*self._free.values(), *self._lent.values()))
-
-    def freed(self, number: int) -> None:
-        """Raises `LinkClosed` if it is not lent."""
-        if number not in self._lent:
-            raise LinkClosed(f"buffer {number} was given back twice")
-        self._free[number] = self._lent.pop(number)
-
-    def take_given_up(self) -> list[int]:
-        numbers, self._given_up = self._given_up, []
-        return numbers
 
 
 class _End:
@@ -109,10 +63,18 @@ class _End:
         self._using = threading.Lock()
         self._freeing = threading.Lock()
         self._closed = False
-        self._buffers = _Buffers()
-        """Of the sending end."""
-        self._mapped: dict[int, _Bytes] = {}
-        """At the receiving end."""
+        self._buffers = Buffers()
+        """Of the sending end, as are the next four."""
+        self._regions: dict[Region, int] = {}
+        """Those that the other end has, by number."""
+        self._unfinished: deque[Loan] = deque()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for descriptor in (sock.fileno(), self._woken):
+            self._poll.register(descriptor, select.POLLIN)
+        self._mapped: dict[int, Buffer] = {}
+        """At the receiving end, as are the next two."""
+        self._mapped_regions: list[Bytes] = []
         self._unread: Payload | None = None
         ends.add(self)
 
@@ -127,7 +89,7 @@ class _End:
             except LinkClosed:
                 self._shut()
                 raise
-            except (OSError, ValueError, struct.error) as error:
+            except (OSError, ValueError, IndexError, StopIteration, struct.error) as error:
                 why = "closed" if self._closed else str(error)
                 self._shut()
                 if isinstance(error, TimeoutError):
@@ -155,26 +117,50 @@ class _End:
             self._put(ACCEPTED + tag(secret, ACCEPTED, self._name.encode()), deadline)
 
     # ------------------------------------------------------------ sending
+    @property
+    def max_unfinished(self) -> int:
+        return MAX_BUFFERS
+
     def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
         deadline = Deadline(timeout_s, f"sending on {self._name}")
         size = sum(piece.numel() for piece in pieces)
+        region = region_of(pieces)
+        if region not in self._regions and len(self._regions) == MAX_REGIONS:
+            region = None
         with self._use():
-            number, memory, descriptor = self._take(size, deadline)
+            number, buffer, descriptor = self._take(size, deadline)
             try:
-                begin, filled = time.perf_counter(), 0
-                for piece in pieces:
-                    memory[filled : filled + piece.numel()] = piece.numpy()
-                    filled += piece.numel()
+                begin = time.perf_counter()
+                if region is None:
+                    buffer.fill(pieces)
+                self._unfinished.append(
+                    self._buffers.lend(number, () if region is None else pieces, time.monotonic() + KEEP_S)
+                )
+                descriptors = [] if descriptor is None else [descriptor]
+                places = []
+                if region is not None:
+                    places = [n for piece in pieces for n in (piece.data_ptr() - region.address, piece.numel())]
+                    if region not in self._regions:
+                        self._regions[region] = len(self._regions)
+                        descriptors.append(region.descriptor)
                 given_up = self._buffers.take_given_up()
-                packet = _HEADER.pack(HEADER, size, number, time.perf_counter() - begin, len(given_up))
-                packet += struct.pack(f"<{len(given_up)}I", *given_up) + header
+                packet = _HEADER.pack(
+                    HEADER,
+                    size,
+                    number,
+                    time.perf_counter() - begin,
+                    self._regions[region] if region is not None else MAX_REGIONS,
+                    len(given_up),
+                    len(places) // 2,
+                )
+                packet += struct.pack(f"<{len(given_up)}I{len(places)}Q", *given_up, *places) + header
                 self._socket.settimeout(deadline.remaining())
-                socket.send_fds(self._socket, [packet], [] if descriptor is None else [descriptor])
+                socket.send_fds(self._socket, [packet], descriptors)
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
 
-    def _take(self, size: int, deadline: Deadline) -> tuple[int, _Bytes, int | None]:
+    def _take(self, size: int, deadline: Deadline) -> tuple[int, Buffer, int | None]:
         while True:
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -187,31 +173,67 @@ class _End:
         self._socket.settimeout(timeout_s)
         self._buffers.freed(_FREED.unpack(self._check(self._socket.recv(_LARGEST), FREED))[1])
 
-    def wait_sent(self, timeout_s: float) -> None:
-        del timeout_s  # `send` has taken the bytes
+    def wait_sent(self, timeout_s: float) -> bool:
+        del timeout_s  # `KEEP_S` is soon over
+        with self._use():
+            loan = self._unfinished[0]
+            while loan.pieces:
+                left = loan.until - time.monotonic()
+                if left <= 0:
+                    loan.end()
+                    break
+                ready = [descriptor for descriptor, _ in self._poll.poll(left * 1e3)]
+                if self._woken in ready:
+                    os.eventfd_read(self._woken)
+                    return False
+                if ready:
+                    self._hear_freed(0.0)
+            self._unfinished.popleft()
+            return True
+
+    def wake(self) -> None:
+        with self._freeing:
+            if self._woken >= 0:
+                os.eventfd_write(self._woken, 1)
 
     # ------------------------------------------------------------ receiving
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         with self._use():
             self._socket.settimeout(max(timeout_s, 0.001))
             try:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, _LARGEST, 1)
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, _LARGEST, 2)
             except TimeoutError:
                 return None
             try:
-                _, size, number, seconds, num_given_up = _HEADER.unpack_from(self._check(packet, HEADER))
-                for old in struct.unpack_from(f"<{num_given_up}I", packet, _HEADER.size):
-                    self._mapped.pop(old, None)
-                if descriptors:
-                    self._mapped[number] = _map(descriptors[0])
+                self._unread, header = self._read(self._check(packet, HEADER), descriptors)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            memory = self._mapped.get(number)
-            if memory is None or size > memory.size:
-                raise LinkClosed(f"{self._name}: {size} bytes in buffer {number}, which has no room for them")
-            self._unread = Payload(torch.from_numpy(memory[:size]), partial(self._give_back, number), seconds)
-            return packet[_HEADER.size + 4 * num_given_up :], size
+            return header, self._unread.num_bytes
+
+    def _read(self, packet: bytes, descriptors: list[int]) -> tuple[Payload, bytes]:
+        _, size, number, seconds, region, num_given_up, num_pieces = _HEADER.unpack_from(packet)
+        numbers = struct.unpack_from(f"<{num_given_up}I{2 * num_pieces}Q", packet, _HEADER.size)
+        for old in numbers[:num_given_up]:
+            self._mapped.pop(old, None)
+        new = iter(descriptors)
+        if number not in self._mapped:
+            self._mapped[number] = Buffer(next(new), populate=not num_pieces)
+        buffer = self._mapped[number]
+        if size > buffer.memory.size:
+            raise ValueError(f"{size} bytes in buffer {number}, which has no room for them")
+        header = packet[_HEADER.size + 4 * num_given_up + 16 * num_pieces :]
+        free = partial(self._give_back, number)
+        if not num_pieces:
+            return Payload([torch.from_numpy(buffer.memory[:size])], free, seconds), header
+        if region == len(self._mapped_regions) < MAX_REGIONS:
+            self._mapped_regions.append(map_to_read(next(new)))
+        memory = self._mapped_regions[region]
+        begins, sizes = numbers[num_given_up::2], numbers[num_given_up + 1 :: 2]
+        pieces = [torch.from_numpy(memory[begin : begin + n]) for begin, n in zip(begins, sizes, strict=True)]
+        if [piece.numel() for piece in pieces] != [*sizes] or sum(sizes) != size:
+            raise ValueError(f"{size} bytes in pieces {sizes} at {begins} of {memory.size} bytes")
+        return Payload(pieces, free, seconds, partial(buffer.moved, size)), header
 
     def receive_payload(self, timeout_s: float) -> Payload:
         del timeout_s  # it is here already
@@ -232,11 +254,20 @@ class _End:
 
     def close(self) -> None:
         self._shut()
-        with self._using, self._freeing:
-            self._socket.close()
-            self._buffers = _Buffers()
+        with self._using:
+            for loan in self._unfinished:
+                loan.end()
+            self._unfinished.clear()
+            self._buffers = Buffers()
+            self._regions.clear()
             self._mapped.clear()
+            self._mapped_regions.clear()
             self._unread = None
+            with self._freeing:
+                self._socket.close()
+                if self._woken >= 0:
+                    os.close(self._woken)
+                self._woken = -1
         self._ends.remove(self)
 
 

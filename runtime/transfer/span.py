@@ -8,7 +8,9 @@ import torch
 
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockId
-from kvferry.runtime.transfer.transport import MAX_UNFINISHED
+
+MAX_GATHERED = 2
+"""What `read` has gathered of late and stays as it is."""
 
 
 def runs(block_ids: Sequence[BlockId]) -> list[tuple[int, BlockId, int]]:
@@ -34,13 +36,13 @@ class HeadSpan:
         self._bytes = blocks.view(torch.uint8).flatten(4)[:, :, :, heads[0] : heads[1]]
         self._array = None if blocks.is_cuda else self._bytes.numpy()
         self._whole = self._bytes.is_contiguous()
-        self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(MAX_UNFINISHED)]
+        self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(MAX_GATHERED)]
         self.block_bytes = self._bytes[0].numel()
 
     def read(self, block_ids: list[BlockId], device: torch.device) -> list[torch.Tensor]:
         """Pieces in a row, 1-d uint8 on `device`: of whole blocks, views of the storage.
 
-        Valid until `MAX_UNFINISHED` more calls.
+        Valid until `MAX_GATHERED` more calls.
         """
         if self._array is None:
             gathered = self._bytes[torch.tensor(block_ids, device=self._bytes.device)].reshape(-1).to(device)
@@ -58,12 +60,16 @@ class HeadSpan:
             rows[place : place + count] = self._array[first : first + count]
         return [scratch[:size].to(device)]
 
-    def write(self, block_ids: list[BlockId], payload: torch.Tensor) -> None:
-        """Mutates the storage. `payload`: what `read` gave, in one piece, on any device."""
-        shape = (len(block_ids), *self._bytes.shape[1:])
-        if self._array is None:
-            self._bytes[torch.tensor(block_ids, device=self._bytes.device)] = payload.to(self._bytes.device).view(shape)
-            return
-        rows = payload.cpu().numpy().reshape(shape)
-        for place, first, count in runs(block_ids):
-            self._array[first : first + count] = rows[place : place + count]
+    def write(self, block_ids: list[BlockId], pieces: Sequence[torch.Tensor]) -> None:
+        """Mutates the storage. `pieces`: what `read` gave, cut between any blocks, on any device."""
+        begin, shape = 0, (-1, *self._bytes.shape[1:])
+        for piece in pieces:
+            ids = block_ids[begin : begin + piece.numel() // self.block_bytes]
+            begin += len(ids)
+            if self._array is None:
+                where = torch.tensor(ids, device=self._bytes.device)
+                self._bytes[where] = piece.to(self._bytes.device).view(shape)
+                continue
+            rows = piece.cpu().numpy().reshape(shape)
+            for place, first, count in runs(ids):
+                self._array[first : first + count] = rows[place : place + count]

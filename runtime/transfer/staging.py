@@ -62,7 +62,7 @@ class Staging:
         self._changed.notify_all()
 
     def _drop(self, staged: Staged) -> None:
-        self._free(staged.link, staged.payload.data.numel())
+        self._free(staged.link, staged.payload.num_bytes)
         staged.payload.free()
 
     def put(self, key: MessageKey, source_rank: int, staged: Staged) -> bool:
@@ -83,7 +83,7 @@ class Staging:
         with self._changed:
             routes = list(self._messages.pop(key, {}).values())
             for staged in routes:
-                self._free(staged.link, staged.payload.data.numel())
+                self._free(staged.link, staged.payload.num_bytes)
         if not routes or len(routes) != routes[0].num_routes or any(s.block_ids != message.block_ids for s in routes):
             raise InvariantBroken(f"{message} does not name a staged message; {len(routes)} payloads are here")
         return routes

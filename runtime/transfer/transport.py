@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -20,8 +20,7 @@ from kvferry.runtime.transfer.ticket import RankAddress
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_PIECES = 256
-MAX_UNFINISHED = 2
-"""Messages that a sending end may have begun and not waited for."""
+T = TypeVar("T")
 
 
 class LinkClosed(Exception):
@@ -42,28 +41,50 @@ class LinkName(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Payload:
-    """A message's bytes in memory of the transport's, which is used again once they are given back."""
+    """A message's bytes in memory of the transport's or its sender's, which is used again once they are given back."""
 
-    data: torch.Tensor
-    """1-d contiguous uint8."""
+    pieces: Sequence[torch.Tensor]
+    """In a row, each 1-d contiguous uint8. To be looked at by `read` only."""
     free: Callable[[], None]
-    """To be called once, from any thread; nobody may read `data` afterwards. Never fails."""
+    """To be called once, from any thread; nobody may read it afterwards. Never fails."""
     seconds: float = 0.0
     """How long they were on their way."""
+    moved: Callable[[], Sequence[torch.Tensor] | None] = lambda: None
+    """Where they lie now, if their sender could not wait any longer."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
+
+    def read(self, use: Callable[[Sequence[torch.Tensor]], T]) -> T:
+        """What `use` makes of the pieces. It is called again if they moved while it ran: then they may have changed."""
+        made = use(self.pieces)
+        pieces = self.moved()
+        return made if pieces is None else use(pieces)
 
 
 class SendEnd(Protocol):
+    @property
+    def max_unfinished(self) -> int:
+        """Messages that may have been begun and not waited for."""
+
     def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
-        """Begins one message; at most `MAX_UNFINISHED` may be unfinished.
+        """Begins one message; at most `max_unfinished` may be unfinished.
 
         `header`: 1 to `MAX_HEADER_BYTES` bytes. `pieces`: the payload, at most `MAX_PIECES` in a row, each 1-d
-        contiguous uint8 and not empty; must not change before `wait_sent` has returned for this message.
+        contiguous uint8 and not empty; must not change before `wait_sent` has returned for this message, or `close`.
 
         Raises `LinkClosed`; the message may or may not have arrived.
         """
 
-    def wait_sent(self, timeout_s: float) -> None:
-        """Finishes the oldest unfinished message. Raises `LinkClosed`; it may or may not have arrived."""
+    def wait_sent(self, timeout_s: float) -> bool:
+        """Finishes the oldest unfinished message. Raises `LinkClosed`; it may or may not have arrived.
+
+        False: `wake` was called, and nothing is finished.
+        """
+
+    def wake(self) -> None:
+        """Ends a `wait_sent`, this one or the next, that would wait for long. Safe from any thread."""
 
     def close(self) -> None:
         """Safe from any thread, more than once; wakes the other end and a blocked `send` within a second."""

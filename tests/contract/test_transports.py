@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ import torch
 from kvferry.runtime.errors import ResourceMissing
 from kvferry.runtime.ids import Epoch, GroupId, Peer
 from kvferry.runtime.transfer.factory import make_transport
-from kvferry.runtime.transfer.shm import LINK_BYTES
+from kvferry.runtime.transfer.lent import LINK_BYTES
 from kvferry.runtime.transfer.ticket import RankAddress
 from kvferry.runtime.transfer.transport import LinkClosed, LinkName, ReceiveEnd, SendEnd, Transport
 
@@ -54,7 +55,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]
     ):
         threading.Event().wait(0.02)
     assert not left
-    assert shared_memory() == before
+    gc.collect()  # of tests before, what errors hold may have gone since
+    assert shared_memory() <= before
 
 
 every_transport = pytest.mark.parametrize("pair", TRANSPORTS, indirect=True)
@@ -75,8 +77,8 @@ def take(end: ReceiveEnd, timeout_s: float = 10) -> tuple[bytes, torch.Tensor]:
     header = end.receive_header(timeout_s)
     assert header is not None
     got = end.receive_payload(timeout_s)
-    assert got.data.numel() == header[1]
-    data = got.data.clone()
+    assert got.num_bytes == header[1]
+    data = torch.cat([torch.empty(0, dtype=torch.uint8), *got.pieces])
     got.free()
     return header[0], data
 
@@ -150,7 +152,7 @@ def test_pieces_arrive_in_a_row(pair: tuple[Transport, Transport]) -> None:
         take(receiver)
         sending.result()
     for got in kept:
-        assert torch.equal(got.data, data)
+        assert torch.equal(got.pieces[0], data)
         got.free()
 
 
@@ -176,7 +178,7 @@ def test_shm_memory_of_a_link_is_bounded_and_used_again(pair: tuple[Transport, T
         assert not waiting.done()
         held.pop().free()
         waiting.result()
-    assert all(torch.equal(got.data, payload(size)) for got in held)
+    assert all(torch.equal(got.pieces[0], payload(size)) for got in held)
 
 
 @every_transport

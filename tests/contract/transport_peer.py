@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from kvferry.runtime.config import TransportName
+from kvferry.runtime.kv.shared import shared_empty
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.transport import LinkName
 
 
 def run(pipe: Connection, transport_name: TransportName, name: LinkName, sends: bool, action: str) -> None:
-    """Opens one end, says `open`, then: `idle` waits for ever; `middle` stops in the middle of a message."""
+    """Opens one end, says `open`, then: `idle` waits for ever; `middle` stops in mid-message; `lend` sends 7s."""
     torch.set_num_threads(1)
     transport = make_transport(transport_name, "127.0.0.1")
     pipe.send(transport.address())
@@ -23,6 +24,8 @@ def run(pipe: Connection, transport_name: TransportName, name: LinkName, sends: 
         pipe.send("open")
         if action == "middle":
             end.send(b"header", [torch.zeros(512 << 20, dtype=torch.uint8)], 60)
+        if action == "lend":
+            end.send(b"header", [shared_empty((5 << 20,), torch.uint8).fill_(7)], 60)
     else:
         receiver = transport.accept(name, other, 20)
         pipe.send("open")

@@ -197,7 +197,7 @@ def carry(source: Replica, destination: Replica) -> int:
             payload = torch.cat(pieces)
             target = destination.span(route.destination_rank, route.destination_heads)
             writes = destination.arrived.setdefault((send.transfer_id, send.seq), [])
-            writes.append(partial(target.write, send.destination_block_ids, payload))
+            writes.append(partial(target.write, send.destination_block_ids, [payload]))
             destination.engine.report(
                 Received(
                     send.transfer_id,

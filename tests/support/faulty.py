@@ -51,38 +51,41 @@ class _Wrapped:
         self.inner.close()
 
 
-class _Corrupting:
-    """A sending end that flips a byte of every payload."""
-
+class _WrappedEnd:
     def __init__(self, inner: SendEnd) -> None:
         self._inner = inner
+
+    @property
+    def max_unfinished(self) -> int:
+        return self._inner.max_unfinished
+
+    def wait_sent(self, timeout_s: float) -> bool:
+        return self._inner.wait_sent(timeout_s)
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Corrupting(_WrappedEnd):
+    """A sending end that flips a byte of every payload."""
 
     def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
         damaged = torch.cat(list(pieces))
         damaged[-1] ^= 0x40
         self._inner.send(header, [damaged], timeout_s)
 
-    def wait_sent(self, timeout_s: float) -> None:
-        self._inner.wait_sent(timeout_s)
 
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _Mute:
+class _Mute(_WrappedEnd):
     """A sending end that says that all is sent, and sends nothing."""
-
-    def __init__(self, inner: SendEnd) -> None:
-        self._inner = inner
 
     def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
         pass
 
-    def wait_sent(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        self._inner.close()
+    def wait_sent(self, timeout_s: float) -> bool:
+        return True
 
 
 class _CorruptingTransport(_Wrapped):
@@ -95,21 +98,12 @@ class _MuteTransport(_Wrapped):
         return _Mute(self.inner.connect(name, destination, timeout_s))
 
 
-class _Swapping:
+class _Swapping(_WrappedEnd):
     """A sending end that exchanges the halves of every payload: whole blocks, where there are several."""
-
-    def __init__(self, inner: SendEnd) -> None:
-        self._inner = inner
 
     def send(self, header: bytes, pieces: Sequence[torch.Tensor], timeout_s: float) -> None:
         payload = torch.cat(list(pieces))
         self._inner.send(header, [payload.roll(payload.numel() // 2)], timeout_s)
-
-    def wait_sent(self, timeout_s: float) -> None:
-        self._inner.wait_sent(timeout_s)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class _SwappingTransport(_Wrapped):
