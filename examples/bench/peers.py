@@ -26,6 +26,7 @@ import loads
 import machine
 import report
 from bench import DOCS, common_length, cpu_name
+from gemm_limit import GemmLimit
 from plots import plot_peers
 from rich.console import Console
 from stats import middle
@@ -38,6 +39,7 @@ from kvferry.runtime.text.tokenizer import load_tokenizer
 TITLE = "Beside other servers"
 SINGLE_TOKENS = 128
 PLOTTED = "8 clients, shared", "long prompts arriving"
+PREFILL = "1024-token prompt"
 PAIR_MEASURES = "8 clients, shared", "8 clients, unshared"
 Figures = dict[str, float]
 
@@ -107,7 +109,7 @@ LOADS = (
 )
 MEASURES: dict[str, Measure] = {
     "one stream": single,
-    "1024-token prompt": prefill,
+    PREFILL: prefill,
     "960 of 1024 tokens cached": cached,
     **{one.name: partial(load, one) for one in LOADS},
     "long prompts arriving": arriving,
@@ -141,7 +143,8 @@ TARGETS = (
     _rate("one stream", "llama.cpp BF16", 1.0),
     _rate("one stream", "llama.cpp Q8_0", 1.2),
     _rate("one stream", "llama.cpp Q4_1", 1.2),
-    _rate("1024-token prompt", "vLLM", 1.2),
+    _rate(PREFILL, "vLLM", 1.2),
+    _rate(PREFILL, GemmLimit.name, 0.7),
     _rate("64 at once, shared", "vLLM", 2.0),
     *[
         _less("8 clients, shared", figure, peer, reach)
@@ -164,8 +167,10 @@ class Contest:
     name: str
     make: list[Callable[[], Side]]
     measures: Sequence[str]
-    warm: Sequence[str] = ("one stream", "1024-token prompt", "960 of 1024 tokens cached")
+    warm: Sequence[str] = ("one stream", PREFILL, "960 of 1024 tokens cached")
     """First times cost more: shapes, caches, threads."""
+    limit: GemmLimit | None = None
+    """Measured right after the sides' prefill, as if it were one of them."""
 
 
 async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -196,6 +201,8 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
                     if name in PLOTTED:
                         samples[name][side.name] = measured
                     side.pause()
+                if name == PREFILL and contest.limit is not None:
+                    results[name].setdefault(contest.limit.name, []).append(contest.limit.measure())
         results["memory"] = {side.name: [{"peak_mib": side.peak_mib()}] for side in sides}
     finally:
         for side in sides:
@@ -258,16 +265,19 @@ def contests(args: argparse.Namespace, options: Sequence[str]) -> list[Contest]:
         return [peer(http_side.llama(args.llama, folder / f"model-{kind}.gguf", cores))] if args.llama else []
 
     whole = [peer(http_side.vllm(args.vllm, folder / "hf", cores))] if args.vllm else []
-    few = ("one stream", "1024-token prompt", "8 clients, shared")
+    few = ("one stream", PREFILL, "8 clients, shared")
+    wanted = args.contests.split(",")
+    limit = GemmLimit(model, loads.LONG_PROMPT_TOKENS, len(cores)) if "bf16" in wanted else None
     found = [
-        Contest("bf16", [own("kvferry bf16", "--dtype", "bfloat16"), *whole, *llama("BF16")], list(MEASURES)),
+        Contest(
+            "bf16", [own("kvferry bf16", "--dtype", "bfloat16"), *whole, *llama("BF16")], list(MEASURES), limit=limit
+        ),
         Contest("8 bits", [own("kvferry int8", "--quantization", "int8"), *llama("Q8_0")], few),
         Contest("4 bits", [own("kvferry int4", "--quantization", "int4"), *llama("Q4_1")], few),
     ]
     if args.vllm:
         pair = partial(VllmPair, args.vllm, folder / "hf", cores)
         found.append(Contest("pair", [own("kvferry bf16", "--dtype", "bfloat16"), pair], PAIR_MEASURES))
-    wanted = args.contests.split(",")
     return [contest for contest in found if contest.name in wanted]
 
 
