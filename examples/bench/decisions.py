@@ -4,7 +4,7 @@
 
 One deployment, a prefill and a decode group; the policy is changed between loads, and each load is run under all three
 in turn with prompts of the same kind that no cache knows. `auto` should never be more than 5 % worse than the better of
-the other two. The server runs in the bench's process. A run takes about a minute and a half.
+the other two. The server runs in the bench's process. A run takes about two minutes.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def shapes(model: str) -> list[tuple[int, int]]:
 
 def packed(weight: torch.Tensor) -> Call:
     ready = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, ready, None, "none", [], "")  # type: ignore[no-any-return]
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, ready, None, "none", [], "")
 
 
 def plain(weight: torch.Tensor) -> Call:
