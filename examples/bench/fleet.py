@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.cluster.admission import Admission
 from kvferry.cluster.kv_events import digest_bytes, xor
@@ -226,7 +227,8 @@ class Fleet:
     # ------------------------------------------------------------ asking
     def prompt(self, num_blocks: int) -> list[int]:
         """A later turn of a conversation (six in ten), a new one on a known system prompt (three), or a new one."""
-        kind, tokens = self.random.random(), np.empty(0, np.int64)
+        kind = self.random.random()
+        tokens: npt.NDArray[np.integer] = np.empty(0, np.int64)
         if kind < 0.6:
             i = int(self.random.integers(self._num_kept))
             tokens = self._kept[i, : self._kept_lengths[i]]

@@ -91,7 +91,7 @@ def mixture(dtype: torch.dtype, num_experts: int, num_active: int) -> list[dict[
     for num_tokens in (1, 4, 16, 64, 256, 1024):
         batches = [torch.randn((num_tokens, HIDDEN)).to(dtype) for _ in range(4)]
         experts, plain = (seconds(partial(each, layers, batches)) / 4 for layers in ([moe] * 4, dense))
-        used = len(moe.routing.choose(batches[0].float() @ moe.router.T, None)[0].unique())
+        used = len(set(moe.routing.choose(batches[0].float() @ moe.router.T, None)[0].flatten().tolist()))
         rows.append({"tokens": num_tokens, "experts_used": used, "moe_ms": experts * 1e3, "mlp_ms": plain * 1e3})
     return rows
 

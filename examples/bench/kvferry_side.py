@@ -5,7 +5,9 @@ The client runs in the caller's process; what it costs is reported as `client_cp
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -28,6 +30,7 @@ from kvferry.cluster.service import Completed, Delta
 
 START_TIMEOUT_S, STOP_TIMEOUT_S, REQUEST_TIMEOUT_S = 120.0, 30.0, 300.0
 BLOCK_TOKENS = 16
+APART, TOGETHER = ["--prefill", "1", "--decode", "1"], ["--prefill", "0", "--decode", "0", "--mixed", "1"]
 SHARED_HIT = SHARED_TOKENS - BLOCK_TOKENS
 """Cached tokens from which on a request counts as a hit of the shared prefix: a block may be lost to rounding."""
 
@@ -98,6 +101,47 @@ async def ask(client: kvferry.AsyncClient, prompt: list[int], max_tokens: int = 
             answer.num_cached_tokens = event.usage.num_cached_tokens
             answer.ferried_bytes = event.usage.ferried_bytes
     return answer.complete(max_tokens)
+
+
+class Side:
+    """A server of its own, as `peers.Side` has it. `pinned`: each worker to a core of its own, as far as they go."""
+
+    def __init__(self, model: str, options: Sequence[str], name: str, *, pinned: bool = False) -> None:
+        self.name, self._pinned = name, pinned
+        self._server = Server(model, options)
+        self.begin = self._server.begin
+        self._client: kvferry.AsyncClient | None = None
+
+    async def ready(self) -> None:
+        await asyncio.to_thread(self._server.wait_serving)
+        if self._pinned:
+            await asyncio.to_thread(pin, self._server.target)
+        self._client = await kvferry.AsyncClient(self._server.target).__aenter__()
+
+    async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
+        assert self._client is not None
+        return await ask(self._client, prompt, max_tokens)
+
+    def pause(self) -> None:
+        """It waits without work; stopped, its own watchdogs would wake."""
+
+    def resume(self) -> None: ...
+
+    def peak_mib(self) -> float:
+        return float(peak_memory(self._server)["total_mib"])
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.__aexit__(None, None, None)
+        await asyncio.to_thread(self._server.stop)
+
+
+def pin(target: str) -> None:
+    """Every worker with all its threads, those that it will start as well."""
+    for pid, core in zip(workers(target), itertools.cycle(sorted(os.sched_getaffinity(0))), strict=False):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread), {core})
 
 
 async def run_load(server: Server, prompts: Sequence[list[int]], concurrency: int) -> dict[str, float]:

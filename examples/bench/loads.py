@@ -14,6 +14,7 @@ Encode = Callable[[str], list[int]]
 
 PROMPT_TOKENS, SHARED_TOKENS, NEW_TOKENS = 256, 192, 64
 LONG_PROMPT_TOKENS, LONG_SHARED_TOKENS = 1024, 960
+SHORT_PROMPT_TOKENS, MAX_ARRIVING = 64, 64
 
 _PLACES = ("harbour", "station", "valley", "market", "library", "workshop", "lighthouse", "orchard", "canal", "archive")
 _PEOPLE = ("the captain", "an old baker", "my sister", "the clerk", "a young surveyor", "our neighbour", "the pilot")
@@ -38,6 +39,22 @@ class Load:
     shared: bool
     num_requests: int
     concurrency: int
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Streams that decode while long prompts arrive, at most one at a time and one in `every_s` seconds."""
+
+    num_streams: int = 4
+    stream_tokens: int = 384
+    arriving_tokens: int = 8
+    """Of each long prompt's answer."""
+    every_s: float = 2.0
+
+    def prompts(self, encode: Encode, name: str) -> tuple[list[list[int]], list[list[int]]]:
+        """Of the streams, and more long ones than can arrive."""
+        streams = prompts(encode, f"decoding {name}", self.num_streams, num_tokens=SHORT_PROMPT_TOKENS)
+        return streams, prompts(encode, f"arriving {name}", MAX_ARRIVING, num_tokens=LONG_PROMPT_TOKENS)
 
 
 def sentences(rng: random.Random, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,11 @@ class ProcessMemory:
     name: str
     pid: int
     peak_mib: float
+
+
+def end_in_order() -> None:
+    """SIGTERM ends the bench as Ctrl-C does: what it has started ends with it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def peak_rss_mib(pid: int) -> float:

@@ -94,14 +94,15 @@ class NullModel:
 
     def __init__(self, watch: Watch) -> None:
         self._prepare = watch.timed("contexts", lambda contexts: contexts._prepare(NUM_HEADS, 1 << 62))
-        self._logits = torch.randn((1024, VOCAB))
+        self._logits = torch.randn((1024, VOCAB)).bfloat16()
 
-    def forward(self, batches: Sequence[Batch], _storage: RankStorage) -> torch.Tensor:
+    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
+        del storage
         if batches[0].contexts is not None:
             self._prepare(batches[0].contexts)
         return batches[0].sample_index
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: len(hidden)]
 
 
@@ -124,7 +125,7 @@ class Bench:
         address = GroupAddress(Peer(GroupId("bench"), Epoch(1)), 1, kv.fingerprint, [])
         make = ToyRunner if runner == "toy" else partial(_null_runner, kv)
         self._engine = Engine(config, kv, b"bench-root-of-16", address, 1 << 20, make(watch).execute)
-        self._driver = EngineDriver(self._engine, lambda *_: None, time.time_ns)
+        self._driver = EngineDriver(self._engine, lambda *_: None, lambda _: None, time.time_ns)
         self._encode = watch.timed("frame", m.encode)
         for _ in range(num_sequences):
             self._submit(1 << 20)
@@ -162,7 +163,7 @@ class Bench:
 def _null_runner(kv: KVGroups, watch: Watch) -> Runner:
     runner_module.make_batches = watch.timed("batch", make_batches)  # type: ignore[attr-defined]
     runner_module.sample = watch.timed("sample", sample)  # type: ignore[attr-defined]
-    return Runner(NullModel(watch), RankStorage(kv, "cpu"), SingleRank())  # type: ignore[arg-type]
+    return Runner(NullModel(watch), RankStorage(kv, "cpu"), SingleRank())
 
 
 def measure(runner: str, num_sequences: int, arriving: bool, num_steps: int, temperature: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """kvferry beside vLLM and llama.cpp on the same machine, cores, weights and prompts: `make bench-peers`.
 
-    for each contest (bfloat16; 8 bits; 4 bits): all sides' servers are started, one after the other
+    for each contest (bfloat16; 8 bits; 4 bits; pair): all sides' servers are started, one after the other
     run 1 … n: each measurement in turn on each side, the others stopped meanwhile
 
 Peers that are not installed (`--vllm`, `--llama`) are left out, and said to be. `peer_models.py` makes their weights.
@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,21 +23,24 @@ from typing import Any, Protocol
 import http_side
 import kvferry_side
 import loads
+import machine
 import report
 from bench import DOCS, common_length, cpu_name
+from gemm_limit import GemmLimit
 from plots import plot_peers
 from rich.console import Console
-from streams import Answer, closed_loop, figures
+from stats import middle
+from streams import Answer, beside, closed_loop, figures
+from vllm_pair import VllmPair
 
-import kvferry
 from kvferry.runtime.model.files import resolve_model
 from kvferry.runtime.text.tokenizer import load_tokenizer
 
 TITLE = "Beside other servers"
-SINGLE_PROMPT, SINGLE_TOKENS = 64, 128
-DECODING, DECODE_TOKENS, MAX_ARRIVING = 4, 128, 64
-"""Streams that decode while long prompts arrive."""
+SINGLE_TOKENS = 128
 PLOTTED = "8 clients, shared", "long prompts arriving"
+PREFILL = "1024-token prompt"
+PAIR_MEASURES = "8 clients, shared", "8 clients, unshared"
 Figures = dict[str, float]
 
 
@@ -55,35 +58,6 @@ class Side(Protocol):
     async def close(self) -> None: ...
 
 
-class KvferrySide:
-    def __init__(self, model: str, options: Sequence[str], label: str) -> None:
-        self.name = label
-        self._server = kvferry_side.Server(model, ["--prefill", "1", "--decode", "1", *options])
-        self.begin = self._server.begin
-        self._client: kvferry.AsyncClient | None = None
-
-    async def ready(self) -> None:
-        await asyncio.to_thread(self._server.wait_serving)
-        self._client = await kvferry.AsyncClient(self._server.target).__aenter__()
-
-    async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
-        assert self._client is not None
-        return await kvferry_side.ask(self._client, prompt, max_tokens)
-
-    def pause(self) -> None:
-        """It waits without work; stopped, its own watchdogs would wake."""
-
-    def resume(self) -> None: ...
-
-    def peak_mib(self) -> float:
-        return float(kvferry_side.peak_memory(self._server)["total_mib"])
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.__aexit__(None, None, None)
-        await asyncio.to_thread(self._server.stop)
-
-
 @dataclass
 class Measured:
     figures: Figures
@@ -96,7 +70,7 @@ Measure = Callable[[Side, loads.Encode, int], Awaitable[Measured]]
 
 
 async def single(side: Side, encode: loads.Encode, run: int) -> Measured:
-    prompt = loads.text_tokens(encode, f"single {run}", SINGLE_PROMPT)
+    prompt = loads.text_tokens(encode, f"single {run}", loads.SHORT_PROMPT_TOKENS)
     answer = await side.ask(prompt, SINGLE_TOKENS)
     return Measured({"tokens_per_s": answer.decode_tokens_per_s})
 
@@ -122,19 +96,9 @@ async def load(which: loads.Load, side: Side, encode: loads.Encode, run: int) ->
 
 async def arriving(side: Side, encode: loads.Encode, run: int) -> Measured:
     """Streams that decode while long prompts keep arriving, one after the other."""
-    streams = loads.prompts(encode, f"decoding {run}", DECODING, num_tokens=SINGLE_PROMPT)
-    long = loads.prompts(encode, f"arriving {run}", MAX_ARRIVING, num_tokens=loads.LONG_PROMPT_TOKENS)
-    began = time.perf_counter()
-    decoding = [asyncio.create_task(side.ask(prompt, DECODE_TOKENS)) for prompt in streams]
-    num_prompts = 0
-    while num_prompts < len(long) and not all(task.done() for task in decoding):
-        await side.ask(long[num_prompts], 1)
-        num_prompts += 1
-    prompts_s = time.perf_counter() - began
-    answers = [await task for task in decoding]
-    found = figures(answers, began)
-    found["prompts_per_s"] = num_prompts / prompts_s
-    return Measured(found, answers, began)
+    which = loads.Arriving()
+    found = await beside(side.ask, *which.prompts(encode, f"run {run}"), which)
+    return Measured(found.figures(), found.streams, found.began)
 
 
 LOADS = (
@@ -145,7 +109,7 @@ LOADS = (
 )
 MEASURES: dict[str, Measure] = {
     "one stream": single,
-    "1024-token prompt": prefill,
+    PREFILL: prefill,
     "960 of 1024 tokens cached": cached,
     **{one.name: partial(load, one) for one in LOADS},
     "long prompts arriving": arriving,
@@ -179,7 +143,8 @@ TARGETS = (
     _rate("one stream", "llama.cpp BF16", 1.0),
     _rate("one stream", "llama.cpp Q8_0", 1.2),
     _rate("one stream", "llama.cpp Q4_1", 1.2),
-    _rate("1024-token prompt", "vLLM", 1.2),
+    _rate(PREFILL, "vLLM", 1.2),
+    _rate(PREFILL, GemmLimit.name, 0.7),
     _rate("64 at once, shared", "vLLM", 2.0),
     *[
         _less("8 clients, shared", figure, peer, reach)
@@ -191,6 +156,7 @@ TARGETS = (
     _less("memory", "peak_mib", "vLLM", 0.4, "MiB", 1),
     _less("long prompts arriving", "itl_p99_s", "vLLM", 0.5),
     _rate("long prompts arriving", "vLLM", 1.0),
+    *[_rate(measure, "vLLM pair", 4.0) for measure in PAIR_MEASURES],
 )
 
 
@@ -201,6 +167,10 @@ class Contest:
     name: str
     make: list[Callable[[], Side]]
     measures: Sequence[str]
+    warm: Sequence[str] = ("one stream", PREFILL, "960 of 1024 tokens cached")
+    """First times cost more: shapes, caches, threads."""
+    limit: GemmLimit | None = None
+    """Measured right after the sides' prefill, as if it were one of them."""
 
 
 async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -218,7 +188,7 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
             first = await side.ask(loads.text_tokens(encode, "first request", loads.PROMPT_TOKENS), 1)
             results["start"][side.name] = [{"first_token_s": first.arrivals[0][0] - side.begin}]
             answers[side.name] = (await side.ask(loads.text_tokens(encode, "compared", 200), 16)).token_ids
-            for warm in contest.measures[:3]:  # first times cost more: shapes, caches, threads
+            for warm in contest.warm:
                 await MEASURES[warm](side, encode, -1)
             side.pause()
         for run in range(runs):
@@ -231,6 +201,8 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
                     if name in PLOTTED:
                         samples[name][side.name] = measured
                     side.pause()
+                if name == PREFILL and contest.limit is not None:
+                    results[name].setdefault(contest.limit.name, []).append(contest.limit.measure())
         results["memory"] = {side.name: [{"peak_mib": side.peak_mib()}] for side in sides}
     finally:
         for side in sides:
@@ -241,10 +213,10 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
     return results
 
 
-def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+def rows(results: Mapping[str, Any], targets: Iterable[Target]) -> list[tuple[str, ...]]:
     """A row for each target whose peer took part: figures, the median of the runs' ratios, what was to be reached."""
-    found = []
-    for target in TARGETS:
+    found: list[tuple[str, ...]] = []
+    for target in targets:
         for contest in results.values():
             sides = contest.get(target.measure, {})
             if target.peer not in sides:
@@ -261,13 +233,13 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
                     report.spread(peer, target.scale, digits),
                     report.spread(ratios, 1, 2),
                     f"{'at least' if target.more else 'at most'} {target.reach:g}",
-                    "yes" if target.met(report.middle(ratios).median) else "no",
+                    "yes" if target.met(middle(ratios).median) else "no",
                 )
             )
     return found
 
 
-def all_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+def all_rows(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Every figure of every side."""
     return [
         (f"{measure}: {figure}", side, report.spread((run[figure] for run in runs), 1, 3))
@@ -284,7 +256,7 @@ def contests(args: argparse.Namespace, options: Sequence[str]) -> list[Contest]:
     model, folder = args.model, args.models
 
     def own(label: str, *more: str) -> Callable[[], Side]:
-        return lambda: KvferrySide(model, [*more, *options], label)
+        return lambda: kvferry_side.Side(model, [*kvferry_side.APART, *more, *options], label)
 
     def peer(command: http_side.Command) -> Callable[[], Side]:
         return lambda: http_side.HttpSide(command)
@@ -293,13 +265,19 @@ def contests(args: argparse.Namespace, options: Sequence[str]) -> list[Contest]:
         return [peer(http_side.llama(args.llama, folder / f"model-{kind}.gguf", cores))] if args.llama else []
 
     whole = [peer(http_side.vllm(args.vllm, folder / "hf", cores))] if args.vllm else []
-    few = ("one stream", "1024-token prompt", "8 clients, shared")
+    few = ("one stream", PREFILL, "8 clients, shared")
+    wanted = args.contests.split(",")
+    limit = GemmLimit(model, loads.LONG_PROMPT_TOKENS, len(cores)) if "bf16" in wanted else None
     found = [
-        Contest("bf16", [own("kvferry bf16", "--dtype", "bfloat16"), *whole, *llama("BF16")], list(MEASURES)),
+        Contest(
+            "bf16", [own("kvferry bf16", "--dtype", "bfloat16"), *whole, *llama("BF16")], list(MEASURES), limit=limit
+        ),
         Contest("8 bits", [own("kvferry int8", "--quantization", "int8"), *llama("Q8_0")], few),
         Contest("4 bits", [own("kvferry int4", "--quantization", "int4"), *llama("Q4_1")], few),
     ]
-    wanted = args.contests.split(",")
+    if args.vllm:
+        pair = partial(VllmPair, args.vllm, folder / "hf", cores)
+        found.append(Contest("pair", [own("kvferry bf16", "--dtype", "bfloat16"), pair], PAIR_MEASURES))
     return [contest for contest in found if contest.name in wanted]
 
 
@@ -310,11 +288,12 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, help="vLLM's command")
     parser.add_argument("--llama", type=Path, help="llama.cpp's llama-server")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--contests", default="bf16,8 bits,4 bits")
+    parser.add_argument("--contests", default="bf16,8 bits,4 bits,pair")
     parser.add_argument("--write-docs", action="store_true", help=f"replace the section {TITLE!r} of {DOCS.name}")
     args, options = parser.parse_known_args()
     if (args.vllm or args.llama) and args.models is None:
         parser.error("--vllm and --llama need --models")
+    machine.end_in_order()
     console = Console(width=None if sys.stdout.isatty() else 160)
     encode = load_tokenizer(resolve_model(args.model)).encode
     results = {}
@@ -326,14 +305,15 @@ def main() -> None:
     cores, load_now = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     note = f"{cpu_name()}, {cores} cores, load average {load_now:.1f} at the end; {args.runs} run(s)."
     sections = [
-        report.Section(TITLE, columns, rows(results), note),
+        report.Section(TITLE, columns, rows(results, TARGETS), note),
         report.Section("All figures beside other servers", ("what", "side", "reached"), all_rows(results)),
     ]
     for section in sections:
         report.print_section(section, console)
     samples = {name: contest.pop("samples") for name, contest in results.items()}
     if args.write_docs:
-        plot_peers(samples["bf16"], DOCS.parent / "plots" / "peers.png")
+        if "bf16" in samples:
+            plot_peers(samples["bf16"], DOCS.parent / "plots" / "peers.png")
         DOCS.write_text(report.with_sections(DOCS.read_text(), sections))
     print(json.dumps(results))
 

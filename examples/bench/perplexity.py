@@ -72,7 +72,8 @@ def perplexity(model: Decoder, kv_dtype: str, ids: Sequence[int], context: int, 
 
 def measure(model: str, tokens: int, context: int, chunk: int) -> list[dict[str, Any]]:
     """float32 throughout, then each format beside bfloat16."""
-    ids, rows = text_tokens(model, tokens), []
+    ids = text_tokens(model, tokens)
+    rows: list[dict[str, Any]] = []
     for dtype, formats in (("bfloat16", FORMATS), ("float32", ("float32",))):
         decoder = load(model, dtype)
         for kv_dtype in formats:

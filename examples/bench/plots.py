@@ -13,6 +13,7 @@ from matplotlib import pyplot
 from stats import token_gaps
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from peers import Measured
 
 _CLIENTS, _ARRIVING = "8 clients, shared", "long prompts arriving"
@@ -41,6 +42,6 @@ def plot_peers(samples: Mapping[str, Mapping[str, Measured]], target: Path) -> N
     figure.savefig(target, dpi=80)
 
 
-def _distribution(axis: pyplot.Axes, label: str, seconds: list[float]) -> None:
+def _distribution(axis: Axes, label: str, seconds: list[float]) -> None:
     ordered = sorted(1000 * max(value, 1e-5) for value in seconds)
     axis.step(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], where="post", label=label)

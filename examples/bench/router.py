@@ -27,7 +27,7 @@ from kvferry.cluster.messages import StepFrame, decode_from_group, encode
 from kvferry.cluster.placing import EXPECTED_BLOCKS_GRACE_S
 from kvferry.cluster.router import RoutingDecision
 from kvferry.cluster.router_load import Booking
-from kvferry.runtime.ids import BlockHash, RequestId
+from kvferry.runtime.ids import BlockHash, Peer, RequestId
 from kvferry.runtime.request import Request, SamplingParams
 from kvferry.runtime.timeline import Timeline
 
@@ -194,7 +194,7 @@ def updates(fleet: Fleet, num_frames: int) -> dict[str, float]:
     return found | {"group_blocks": len(hashes), "forget_ms": (t1 - t0) / 1e6, "snapshot_ms": (t3 - t2) / 1e6}
 
 
-def _frames(fleet: Fleet, count: int) -> Iterator[tuple[object, bytes]]:
+def _frames(fleet: Fleet, count: int) -> Iterator[tuple[Peer, bytes]]:
     """The oldest of a group's private blocks make room for new ones."""
     names = [fleet.names(peer) for peer in fleet.peers[:8]]
     for i in range(count):

@@ -202,10 +202,10 @@ def measure(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
                 if scattered:
                     random.Random(0).shuffle(ids)
                 kinds: dict[str, Callable[[], tuple[float, float, float]]] = {
-                    "memcpy": lambda ids=ids: runs.copy(ids),
-                    "shm": lambda ids=ids: runs.transfer("shm", ids),
-                    "raw gloo": lambda ids=ids: runs.raw(ids),
-                    "gloo": lambda ids=ids: runs.transfer("gloo", ids),
+                    "memcpy": partial(runs.copy, ids),
+                    "shm": partial(runs.transfer, "shm", ids),
+                    "raw gloo": partial(runs.raw, ids),
+                    "gloo": partial(runs.transfer, "gloo", ids),
                 }
                 taken: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
                 for repeat in range(repeats + 1):

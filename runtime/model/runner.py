@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from kvferry.runtime.kv.storage import RankStorage
-from kvferry.runtime.model.batch import make_batches
-from kvferry.runtime.model.decoder import Decoder
+from kvferry.runtime.model.batch import Batch, make_batches
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.sampler import sample
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 
 
+class Model(Protocol):
+    """The part of `decoder.Decoder` that a step needs."""
+
+    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor: ...
+    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
 class Runner:
     """One rank's model with its KV memory. All ranks of a group execute the same plans in the same order."""
 
-    def __init__(self, model: Decoder, storage: RankStorage, parallel: TensorParallel) -> None:
+    def __init__(self, model: Model, storage: RankStorage, parallel: TensorParallel) -> None:
         self._model = model
         self._storage = storage
         self._parallel = parallel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import sys
@@ -126,3 +127,28 @@ def test_a_section_takes_its_own_place(report: Any) -> None:
     assert once == "# All\n\n## One\n\n| a | b |\n| --- | ---: |\n| x | 1 |\n\n## Two\n\nkept\n"
     assert report.with_sections(once, [one]) == once
     assert report.with_sections("# All\n", [one]).count("## One") == 1
+
+
+def test_what_came_before_the_first_arrival_does_not_count(streams: Any) -> None:
+    """Guards against streams that are judged by their own undisturbed beginning."""
+    stream = streams.Answer(0.0, arrivals=[(0.1, 1), (0.9, 1), (1.5, 1), (2.0, 2)])
+    late = streams.Answer(1.0, arrivals=[(2.5, 1)])  # after the streams' end
+    found = streams.Beside([stream], [streams.Answer(1.0, arrivals=[(1.4, 1)]), late], began=0.0, since=1.0).figures()
+    assert found["tokens_per_s"] == pytest.approx(3.0)
+    assert found["itl_p99_s"] == pytest.approx(0.495)
+    assert found["arrived_per_s"] == pytest.approx(1.0)
+
+
+async def test_prompts_stop_arriving_when_the_streams_are_done(
+    streams: Any, loads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a load that goes on until all its prompts were asked."""
+    monkeypatch.setattr(streams, "SETTLE_S", 0.01)
+
+    async def ask(prompt: list[int], _max_tokens: int) -> Any:
+        await asyncio.sleep(0.1 if prompt == [0] else 0.02)
+        return streams.Answer(0.0, arrivals=[(1.0, 1)])
+
+    found = await streams.beside(ask, [[0], [0]], ([1] for _ in range(1000)), loads.Arriving(every_s=0.03))
+    assert len(found.streams) == 2
+    assert 1 <= len(found.arrived) <= 5
