@@ -30,6 +30,7 @@ from rich.table import Table
 from kvferry.cluster import messages as m
 from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.engine_driver import EngineDriver
+from kvferry.kernels.sampling import Largest, argmax
 from kvferry.runtime.config import CacheConfig, EngineConfig, SchedulerConfig
 from kvferry.runtime.engine import Engine
 from kvferry.runtime.ids import Epoch, GroupId, Peer, RequestId, SequenceKey
@@ -95,15 +96,15 @@ class NullModel:
     def __init__(self, watch: Watch) -> None:
         self._prepare = watch.timed("contexts", lambda contexts: contexts._prepare(NUM_HEADS, 1 << 62))
         self._logits = torch.randn((1024, VOCAB)).bfloat16()
+        self._largest = argmax(self._logits)
 
-    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
+    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> tuple[torch.Tensor, Largest]:
         del storage
         if batches[0].contexts is not None:
             self._prepare(batches[0].contexts)
-        return batches[0].sample_index
-
-    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._logits[: len(hidden)]
+        rows = slice(len(batches[0].sample_index))
+        values, ids = self._largest
+        return self._logits[rows], (values[rows], ids[rows])
 
 
 class Bench:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from kvferry.kernels.sampling import Largest
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.batch import Batch, make_batches
 from kvferry.runtime.model.parallel import TensorParallel
@@ -17,8 +18,7 @@ from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 class Model(Protocol):
     """The part of `decoder.Decoder` that a step needs."""
 
-    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor: ...
-    def rounded_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, batches: Sequence[Batch], storage: RankStorage) -> tuple[torch.Tensor, Largest | None]: ...
 
 
 class Runner:
