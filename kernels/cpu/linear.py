@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
 
+from kvferry.kernels.cpu.memory import weight_empty
 from kvferry.kernels.cpu.operations import DTYPES, threads_for
 
 Form = Literal["bytes", "fine bytes", "nibbles"]
@@ -27,7 +28,7 @@ class Packed:
         """What `kernels_of` found for the weight, which is not kept."""
         self._lib = lib
         self.outputs, self.inputs = weight.shape
-        self.dtype, self.weight = weight.dtype, _pack(lib, weight)
+        self.dtype, self.weight = weight.dtype, _pack(lib, weight, weight_empty)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`; x: `[rows, in]` of the weight's dtype, bias: `[out]`. Returns a new `[rows, out]`."""
@@ -68,7 +69,8 @@ class PackedIntegers:
         """
         self._lib, self.form, self.dtype = lib, _FORMS[form], dtype
         self.outputs, self.inputs = shape
-        self.weight = torch.cat([_pack(lib, some) for some in units])
+        parts = [_pack(lib, some) for some in units]
+        self.weight = torch.cat(parts, out=weight_empty(sum(map(len, parts))))
         self.row_units: int = lib.kvferry_quantized_row_units(self.form, self.inputs)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -92,9 +94,10 @@ def _arguments(
     return places, (*x.shape, out.shape[1], x.stride(0), out.shape[1])
 
 
-def _pack(lib: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:
+def _pack(lib: ctypes.CDLL, weight: torch.Tensor, memory: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
     weight = weight.contiguous()
     kind = 1 if weight.element_size() == 2 else 0
-    packed = torch.empty(lib.kvferry_packed_linear_bytes(kind, *weight.shape), dtype=torch.uint8)
+    size = lib.kvferry_packed_linear_bytes(kind, *weight.shape)
+    packed = torch.empty(size, dtype=torch.uint8) if memory is None else memory(size)
     lib.kvferry_pack_linear(kind, weight.data_ptr(), packed.data_ptr(), *weight.shape, torch.get_num_threads())
     return packed
