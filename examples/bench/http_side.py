@@ -142,8 +142,8 @@ class HttpSide:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def peak_mib(self) -> float:
-        return sum(machine.peak_rss_mib(process.pid) for process in self._processes())
+    def memory(self) -> dict[str, float]:
+        return machine.memory(process.pid for process in self._processes())
 
     async def close(self) -> None:
         if self._session is not None:

@@ -127,8 +127,9 @@ class Side:
 
     def resume(self) -> None: ...
 
-    def peak_mib(self) -> float:
-        return float(peak_memory(self._server)["total_mib"])
+    def memory(self) -> dict[str, float]:
+        """As `machine.memory`, of kvferry's own processes; Ray's are left out."""
+        return machine.memory([self._server.process.pid, *workers(self._server.target)])
 
     async def close(self) -> None:
         if self._client is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,16 @@ def peak_rss_mib(pid: int) -> float:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
     return 0.0  # a process that has ended and was not reaped
+
+
+def memory(pids: Iterable[int]) -> dict[str, float]:
+    """Of these processes, MiB: what they take now, each page once however many share it (PSS); the sum of their peaks.
+
+    Raises `OSError` when one is gone, `psutil.Error` where the system does not tell.
+    """
+    known = list(pids)
+    shares = sum(psutil.Process(pid).memory_full_info().pss for pid in known)
+    return {"resident_mib": shares / (1 << 20), "peak_mib": sum(map(peak_rss_mib, known))}
 
 
 def peaks(server: int, workers: dict[int, str]) -> tuple[list[ProcessMemory], list[ProcessMemory]]:

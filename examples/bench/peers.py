@@ -54,7 +54,7 @@ class Side(Protocol):
     async def ask(self, prompt: list[int], max_tokens: int) -> Answer: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def peak_mib(self) -> float: ...
+    def memory(self) -> Figures: ...
     async def close(self) -> None: ...
 
 
@@ -153,7 +153,7 @@ TARGETS = (
     ],
     _less("960 of 1024 tokens cached", "ttft_s", "vLLM", 0.35),
     _less("start", "first_token_s", "vLLM", 0.1, "s", 1),
-    _less("memory", "peak_mib", "vLLM", 0.4, "MiB", 1),
+    _less("memory", "resident_mib", "vLLM", 0.4, "MiB", 1),
     _less("long prompts arriving", "itl_p99_s", "vLLM", 0.5),
     _rate("long prompts arriving", "vLLM", 1.0),
     *[_rate(measure, "vLLM pair", 4.0) for measure in PAIR_MEASURES],
@@ -203,7 +203,7 @@ async def hold(contest: Contest, encode: loads.Encode, runs: int, say: Callable[
                     side.pause()
                 if name == PREFILL and contest.limit is not None:
                     results[name].setdefault(contest.limit.name, []).append(contest.limit.measure())
-        results["memory"] = {side.name: [{"peak_mib": side.peak_mib()}] for side in sides}
+        results["memory"] = {side.name: [side.memory()] for side in sides}
     finally:
         for side in sides:
             await side.close()

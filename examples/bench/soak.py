@@ -1,8 +1,9 @@
 """Sixteen clients in a closed loop for some minutes: does memory stay flat, do gaps between tokens stay the same?
 
-Starts a `kvferry serve` of its own; options that it does not know go to it. Memory is the resident size of kvferry's
-own processes; Ray's are left out. Ends with status 1 if memory moved by more than `MEMORY_LIMIT` over the last half, or
-if the audit found something. The pool of KV blocks must be full by then, which takes some minutes.
+Starts a `kvferry serve` of its own; options that it does not know go to it. Memory is that of kvferry's own processes,
+pages that they share counted once (PSS); Ray's are left out. Ends with status 1 if memory moved by more than
+`MEMORY_LIMIT` over the last half, or if the audit found something. The pool of KV blocks must be full by then, which
+takes some minutes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ async def run(
         processes = [psutil.Process(pid) for pid in pids]
         for number in range(int(minutes * MINUTE_S / SAMPLE_S) + 1):
             await asyncio.sleep(max(0.0, begin + number * SAMPLE_S - time.perf_counter()))
-            samples.append((number * SAMPLE_S, [p.memory_info().rss / MIB for p in processes]))
+            samples.append((number * SAMPLE_S, [p.memory_full_info().pss / MIB for p in processes]))
 
     async with kvferry.AsyncClient(target) as client, asyncio.TaskGroup() as tasks:
         tasks.create_task(watch())

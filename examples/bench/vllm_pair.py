@@ -62,8 +62,9 @@ class VllmPair:
         for side in self._both:
             side.resume()
 
-    def peak_mib(self) -> float:
-        return sum(side.peak_mib() for side in self._both)
+    def memory(self) -> dict[str, float]:
+        one, two = (side.memory() for side in self._both)
+        return {name: one[name] + two[name] for name in one}
 
     async def close(self) -> None:
         for side in self._both:
