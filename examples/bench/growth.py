@@ -30,6 +30,7 @@ from stats import percentile, token_gaps
 from streams import Ask, closed_loop, figures
 
 import kvferry
+from kvferry.kernels.cpu.memory import weight_empty
 from kvferry.kernels.linear import PackedLinear
 from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.model.parts import part_shapes
@@ -51,8 +52,8 @@ class Limits:
 
 
 def measure_limits() -> Limits:
-    """Of all cores: reading 256 MB, and products of 1024 x 576 x 3072, the best of ten each."""
-    data = torch.ones(64 << 20, dtype=torch.float32)
+    """Of all cores: reading 256 MB as weights lie, and products of 1024 x 576 x 3072, the best of ten each."""
+    data = weight_empty(256 << 20).view(torch.float32).fill_(1.0)
     linear, x = PackedLinear(torch.randn(3072, 576).bfloat16()), torch.randn(1024, 576).bfloat16()
     read = min(_seconds(data.sum) for _ in range(10))
     multiply = min(_seconds(partial(linear, x)) for _ in range(10))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvferry.kernels.cpu.memory import weight_empty
 from kvferry.kernels.linear import make_linear
 
 SHAPES = ["576x960", "576x576", "576x3072", "1536x576", "2048x8192", "576x49152"]
@@ -80,8 +81,8 @@ def measure(shape: str, all_rows: list[int], seconds: float) -> list[dict[str, A
 
 
 def read_speed() -> float:
-    """Bytes a second of a plain sum."""
-    x = torch.ones(ROUND_BYTES // 4)
+    """Bytes a second of a plain sum, of memory as weights lie in."""
+    x = weight_empty(ROUND_BYTES).view(torch.float32).fill_(1.0)
     taken = []
     for _ in range(20):
         begin = time.perf_counter()
