@@ -194,6 +194,7 @@ def test_only_the_owner_writes(pool: torch.Tensor) -> None:
 
 def test_regions_are_found_and_forgotten() -> None:
     """Guards against descriptors that outlive a pool, and places that are taken for those of another one."""
+    gc.collect()
     before = len(shared._regions), len(os.listdir("/proc/self/fd"))
     one, two = shared_empty((2, 100), torch.float32), shared_empty((50,), torch.bfloat16)
     views = [one[0].view(torch.uint8), one[1].view(torch.uint8)]

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 import pytest
 
+from kvferry.cluster.launch import Parts
 from kvferry.runtime.llm import LLM
 from kvferry.runtime.request import RequestOutput, SamplingParams
 from tests.support.deployment import Deployment, serve_config
@@ -16,6 +17,7 @@ from tests.support.tiny_model import EOS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 OPTIONS = {"block_size": 8, "num_blocks": 1024, "max_batch_tokens": 64}
+PACED = Parts(rank_class="tests.support.faulty:PacedRank")
 NUM_TOKENS = 250
 TOKENS_BEFORE_DEATH = 8
 LONG = 3000
@@ -50,7 +52,7 @@ async def make(tiny_model: str, shared_ray: str) -> AsyncIterator[Callable[..., 
 
     async def start(**fields: int) -> Deployment:
         config = serve_config(tiny_model, disaggregate="always", ray_address=shared_ray, **OPTIONS, **fields)
-        started.append(await Deployment(config).__aenter__())
+        started.append(await Deployment(config, parts=PACED).__aenter__())
         return started[-1]
 
     yield start

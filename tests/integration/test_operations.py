@@ -14,7 +14,7 @@ import pytest
 from kvferry.cluster.service import OperationView
 from kvferry.runtime.errors import GroupUnavailable, InvalidArgument, NotFound, QueueFull, ResourceMissing
 from kvferry.runtime.llm import LLM
-from tests.integration.test_deaths import CALLS, OPTIONS, Call, Stream, assert_same, tokens
+from tests.integration.test_deaths import CALLS, OPTIONS, PACED, Call, Stream, assert_same, tokens
 from tests.support.deployment import Deployment, serve_config
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -32,7 +32,7 @@ async def make(tiny_model: str, shared_ray: str) -> AsyncIterator[Callable[..., 
 
     async def start(**fields: int) -> Deployment:
         config = serve_config(tiny_model, disaggregate="always", ray_address=shared_ray, **OPTIONS, **fields)
-        started.append(await Deployment(config).__aenter__())
+        started.append(await Deployment(config, parts=PACED).__aenter__())
         return started[-1]
 
     yield start

@@ -116,6 +116,17 @@ class _CutTransport(_Wrapped):
         raise LinkClosed(f"{name}: no route")
 
 
+class PacedRank(Rank):
+    """No step is done at once: what is to happen to running streams does, however fast the machine computes."""
+
+    STEP_S = 0.004
+
+    def execute(self, plan: StepPlan, samples: list[SampleInput]) -> StepResult:
+        if plan.rows:
+            time.sleep(self.STEP_S)
+        return super().execute(plan, samples)
+
+
 class SlowRank(Rank):
     """Takes its time for every step, as a large model does, and notes how many it has begun: points to be hit."""
 

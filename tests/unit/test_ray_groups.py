@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +18,18 @@ from kvferry.runtime.ids import Epoch, GroupId, Peer
 from kvferry.runtime.transfer.ticket import RankAddress
 
 
-def remote(answer: Any) -> SimpleNamespace:
-    async def call(*_: Any) -> Any:
+def streaming(*answers: Any) -> SimpleNamespace:
+    """A method of an actor whose call gives references to these answers."""
+
+    async def reference(answer: Any) -> Any:
         return answer
 
-    run: Callable[..., Awaitable[Any]] = call
-    return SimpleNamespace(remote=run)
+    async def call() -> AsyncIterator[Awaitable[Any]]:
+        for answer in answers:
+            yield reference(answer)
+
+    method = SimpleNamespace(remote=call)
+    return SimpleNamespace(options=lambda **_: method)
 
 
 @pytest.fixture
@@ -37,7 +43,7 @@ async def test_rank_that_dies_right_after_loading_is_a_passing_failure(dead_pid:
     """Fault: psutil's error, which nobody expected, ended the supervisor and with it all other groups."""
     loaded = Loaded(address=RankAddress("h", 1, "m"), fingerprint=b"", host="h", group_port=0, pid=dead_pid)
     group = RayGroup(Peer(GroupId("decode-0"), Epoch(1)), None, on_this_machine=True)
-    group.actors = [SimpleNamespace(load=remote(loaded), progress=remote(1.0))]
+    group.actors = [SimpleNamespace(load=streaming(0.5, loaded))]
     options = RayOptions(model="m", engine=EngineConfig(), secret="s", host=None)
     with pytest.raises(GroupUnavailable, match="decode-0"):
         await group.bring_up(options, lambda _: None)
