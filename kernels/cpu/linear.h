@@ -23,6 +23,7 @@ enum { kTall = 6 };
 enum { kWide = 2 * W };    // outputs computed at once; divides kPanel
 enum { kBlockRows = 96 };  // rows that a thread takes at once
 enum { kStretch = 8 };     // units between two looks at what to prefetch
+enum { kFew = 6 };         // such rows wait for memory alone; panels in order are prefetched by the processor, better
 
 // sum += a unit of x, in all lanes, times units of weights
 template <class T>
@@ -184,7 +185,8 @@ void linear_of(LinearRows* job) {
     const char* ahead = nullptr;
     if (following < num_work) {
       int64_t panel = LinearWork(*job, following).panel;
-      if (panel != work.panel) ahead = (const char*)panel_at(panel);
+      bool in_order = panel == work.panel + 1 && job->rows <= kFew;
+      if (panel != work.panel && !in_order) ahead = (const char*)panel_at(panel);
     } else if (job->after) {
       ahead = (const char*)job->after + (following - num_work) * units * kPanel * 4;
     }
