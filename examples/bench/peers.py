@@ -304,6 +304,8 @@ def main() -> None:
     columns = ("what", "kvferry", "reached", "peer", "reached", "ratio", "target", "met")
     cores, load_now = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     note = f"{cpu_name()}, {cores} cores, load average {load_now:.1f} at the end; {args.runs} run(s)."
+    if "bf16" in results:
+        note += " ![TTFT, ITL and one stream's tokens while long prompts arrive](plots/peers.png)"
     sections = [
         report.Section(TITLE, columns, rows(results, TARGETS), note),
         report.Section("All figures beside other servers", ("what", "side", "reached"), all_rows(results)),
