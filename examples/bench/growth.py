@@ -196,7 +196,8 @@ def main() -> None:
     note = (
         f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores: {limits.bytes_per_s / 1e9:.1f} GB/s, "
         f"{limits.flops / 1e9:.0f} GFLOP/s in bfloat16; load average {os.getloadavg()[0]:.1f} at the end. "
-        f"Streams: {STREAM_PROMPT} tokens of prompt, {STREAM_TOKENS} new. ![Beside what bytes and FLOPs take](plots/growth.png)"
+        f"Streams: {STREAM_PROMPT} tokens of prompt, {STREAM_TOKENS} new. "
+        "![Beside what bytes and FLOPs take](plots/growth.png)"
     )
     made = section(found, prediction, note)
     report.print_section(made, console)
