@@ -43,11 +43,9 @@ PEER_THREADS = 2
 COMPARED_PROMPTS, COMPARED_TOKENS, COMPARED_LENGTH = 8, 8, 200
 MIN_TOKEN_SHARE = 0.5
 """Rounding parts some answers in bfloat16; two different models would agree on almost nothing."""
-SHARED_16 = loads.Load("16 at once, shared", True, 16, 16)
-UNSHARED_16 = loads.Load("16 at once, unshared", False, 16, 16)
 CLOSED_LOOPS = (
-    loads.Load("8 clients, shared", True, 32, 8),
-    loads.Load("8 clients, unshared", False, 32, 8),
+    loads.SHARED_8,
+    loads.UNSHARED_8,
     loads.Load("64 clients, shared", True, 64, 64),
     loads.Load("64 clients, unshared", False, 64, 64),
 )
@@ -71,7 +69,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.encode = load_tokenizer(resolve_model(self.model)).encode
         self.num_runs = 1 if self.quick else self.max_runs
-        bursts = (SHARED_16,) if self.quick else (SHARED_16, UNSHARED_16)
+        bursts = (loads.SHARED_16,) if self.quick else (loads.SHARED_16, loads.UNSHARED_16)
         self.bursts = {load.name.rpartition(" ")[2]: load for load in bursts}
         self.loops = (QUICK_LOOP,) if self.quick else CLOSED_LOOPS
         names = [load.name for load in (*self.bursts.values(), *self.loops)]

@@ -63,12 +63,7 @@ def _share_apart(answers: Sequence[Answer]) -> float:
     return sum(answer.ferried_bytes > 0 for answer in answers) / max(1, len(answers))
 
 
-LOADS = (
-    loads.Load("16 at once, unshared", False, 16, 16),
-    loads.Load("8 clients, shared", True, 32, 8),
-    loads.Load("64 at once, shared", True, 64, 64),
-    loads.Load("one stream", False, 4, 1),
-)
+LOADS = (loads.UNSHARED_16, loads.SHARED_8, loads.SHARED_64, loads.Load("one stream", False, 4, 1))
 MEASURES: dict[str, Measure] = {
     "long prompts arriving": arriving,
     **{load.name: partial(closed, load) for load in LOADS},

@@ -41,6 +41,13 @@ class Load:
     concurrency: int
 
 
+SHARED_64 = Load("64 at once, shared", True, 64, 64)
+SHARED_16 = Load("16 at once, shared", True, 16, 16)
+UNSHARED_16 = Load("16 at once, unshared", False, 16, 16)
+SHARED_8 = Load("8 clients, shared", True, 32, 8)
+UNSHARED_8 = Load("8 clients, unshared", False, 32, 8)
+
+
 @dataclass(frozen=True)
 class Arriving:
     """Streams that decode while long prompts arrive, at most one at a time and one in `every_s` seconds."""

@@ -101,12 +101,7 @@ async def arriving(side: Side, encode: loads.Encode, run: int) -> Measured:
     return Measured(found.figures(), found.streams, found.began)
 
 
-LOADS = (
-    loads.Load("64 at once, shared", True, 64, 64),
-    loads.Load("16 at once, unshared", False, 16, 16),
-    loads.Load("8 clients, shared", True, 32, 8),
-    loads.Load("8 clients, unshared", False, 32, 8),
-)
+LOADS = (loads.SHARED_64, loads.UNSHARED_16, loads.SHARED_8, loads.UNSHARED_8)
 MEASURES: dict[str, Measure] = {
     "one stream": single,
     PREFILL: prefill,

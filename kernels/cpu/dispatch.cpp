@@ -143,16 +143,18 @@ EXPORT void kvferry_argmax(int dtype, const void* x, int64_t rows, int64_t width
   run(choose(0)->argmax[dtype], &job, threads);
 }
 
+// A row's width up to whole runs of runs.
+static int64_t race_width(int64_t width) { return (width + kRace * kRace - 1) / (kRace * kRace) * kRace * kRace; }
+
 // Bytes of scratch memory for each thread that draws.
 EXPORT int64_t kvferry_draw_bytes(int64_t width) {
-  int64_t padded = (width + kRace * kRace - 1) / (kRace * kRace) * kRace * kRace, runs = padded / kRace;
+  int64_t padded = race_width(width), runs = padded / kRace;
   return padded * 8 + (runs + runs / kRace) * 8;
 }
 
 EXPORT void kvferry_draw(int dtype, const void* x, int64_t width, const DrawRow* draws, int64_t num_draws, int64_t* ids,
                          uint8_t* scratch, int threads) {
-  int64_t padded = (width + kRace * kRace - 1) / (kRace * kRace) * kRace * kRace;
-  Draw job = {x, draws, ids, scratch, num_draws, width, padded, kvferry_draw_bytes(width), 0, 0};
+  Draw job = {x, draws, ids, scratch, num_draws, width, race_width(width), kvferry_draw_bytes(width), 0, 0};
   run(levels[first_level]->draw[dtype], &job, threads);
 }
 

@@ -48,10 +48,10 @@ def sample(
     others = [r for r, one in enumerate(inputs) if not one.plain]
     if not others:
         return [SampledToken(token) for token in token_ids]
-    edited = [r for r in others if _edits(inputs[r])]
+    edited = {r: None for r in others if _edits(inputs[r])}
     if edited:
-        _choose_edited(logits_RV, inputs, edited, token_ids)
-    drawn = [r for r in others if inputs[r].params.temperature > 0.0 and not _edits(inputs[r])]
+        _choose_edited(logits_RV, inputs, list(edited), token_ids)
+    drawn = [r for r in others if inputs[r].params.temperature > 0.0 and r not in edited]
     for r, token in zip(drawn, _draw(logits_RV, drawn, [inputs[r] for r in drawn]), strict=True):
         token_ids[r] = token
     sampled = [SampledToken(token) for token in token_ids]
