@@ -3,7 +3,8 @@
 Workers of one machine share its cores. A fixed share leaves cores idle whenever a neighbour rests (a prefill worker
 once the prompts are computed), and threads that outnumber cores wait for each other. So every worker notes in a small
 file, mapped by all of this user's workers on the machine, until when it counts as busy, and reads the others' notes
-before each step.
+before each step. A step program reads them before each of its operations (`kernels/cpu/program.cpp`): so a prompt that
+comes while a neighbour computes on all cores gets its share within a fraction of a step.
 
     number of slots in use | slot | slot | …    slot: pid, group, its ranks, busy until (ns, the monotonic clock)
 
@@ -14,6 +15,7 @@ runs out, and a wrong one costs speed for one step.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import mmap
@@ -23,6 +25,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from kvferry.kernels.cpu.threads import Cores
 
 _COUNT = struct.Struct("<q")
 _SLOT = struct.Struct("<qqqq")
@@ -68,6 +72,7 @@ class CoreShare:
     ) -> None:
         """`group_size` ranks named `group` step together. Raises `OSError` where the file cannot be used."""
         self._num_cores = num_cores
+        self._closed = False
         self._notes_for_all = rank == 0
         self._group = int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest(), "little")
         self._group_size = group_size
@@ -78,14 +83,22 @@ class CoreShare:
                 raise PermissionError(f"the file of core shares belongs to user {os.fstat(file).st_uid}")
             os.ftruncate(file, _BYTES)
             self._notes = mmap.mmap(file, _BYTES)
+            start = ctypes.c_char.from_buffer(self._notes)
+            self.native = Cores(ctypes.addressof(start), num_cores, self._group, group_size, 0)
+            """How a step program sees the notes while it runs. They stay mapped as long as this is used."""
+            self.native.start = start
             with _locked(file):
                 self._at = self._claim()
         finally:
             os.close(file)
 
-    def begin(self) -> int:
-        """Says that a step begins. Returns how many threads it may use."""
+    def begin(self, free_ns: int = 0) -> int:
+        """Says that a step begins. Returns how many threads it may use; a step program looks for itself, all along.
+
+        free_ns: for so long a step program leaves one core to others, where it might use all of several.
+        """
         now_ns = time.monotonic_ns()
+        self.native.one_free_until = now_ns + free_ns
         self._note(now_ns + STEP_NS)
         used = self._notes[_COUNT.size : _COUNT.size + _COUNT.unpack_from(self._notes)[0] * _SLOT.size]
         others = sum(
@@ -103,9 +116,9 @@ class CoreShare:
 
     def close(self) -> None:
         """Gives the slot back. Idempotent."""
-        if not self._notes.closed:
+        if not self._closed:
             _SLOT.pack_into(self._notes, self._at, 0, 0, 0, 0)
-            self._notes.close()
+        self._closed = True
 
     def _note(self, until_ns: int) -> None:
         if self._notes_for_all:

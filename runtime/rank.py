@@ -13,6 +13,7 @@ import torch
 
 from kvferry.kernels.cpu.available import library
 from kvferry.kernels.cpu.library import REMEDY
+from kvferry.kernels.cpu.threads import share_cores
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
@@ -30,6 +31,10 @@ from kvferry.runtime.step import SampleInput, StepPlan, StepResult
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.links import Links
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress
+
+ANSWER_NS, ANOTHER_NS, MAX_ANSWER_NS = 1_250_000, 250_000, 3_000_000
+"""For so long after a step the gateway and its clients are busy with its tokens: one, each other, at most. A thread
+that computes on the last core meanwhile is taken off it again and again, while the others wait for it."""
 
 
 class Rank:
@@ -84,6 +89,8 @@ class Rank:
             torch.set_num_threads(config.threads)
         elif device.type == "cpu":
             self._cores = _core_share(parallel_name or f"{os.getpid()} {id(self)}", tp_size, rank)
+            if self._cores is not None and (lib := library()) is not None:
+                share_cores(lib, self._cores.native)
         self._parallel = make_parallel(parallel_kind, rank, tp_size, name=parallel_name)
         weights = open_weights(files, self.spec, on_progress)
         try:
@@ -101,6 +108,8 @@ class Rank:
         _give_back()
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._links: Links | None = None
+        self._answer_ns = 0
+        """How long the tokens of the last step keep others busy."""
 
     @property
     def address(self) -> RankAddress:
@@ -129,15 +138,20 @@ class Rank:
         links, cores = self._links, self._cores
         if links is not None:
             links.begin(plan)
-        if plan.rows and cores is not None and (threads := cores.begin()) != torch.get_num_threads():
-            torch.set_num_threads(threads)
+        if plan.rows and cores is not None:
+            threads = cores.begin(self._answer_ns)
+            if threads != torch.get_num_threads():
+                torch.set_num_threads(threads)
         result = self._runner.execute(plan, samples)
         if plan.rows and cores is not None:
             cores.end()
+        if samples and links is not None:
+            self._answer_ns = min(ANSWER_NS + (len(samples) - 1) * ANOTHER_NS, MAX_ANSWER_NS)
         return result
 
     def rest(self) -> None:
         """From the thread that executes: no step will follow for now."""
+        self._answer_ns = 0
         if self._cores is not None:
             self._cores.rest()
 
@@ -147,6 +161,8 @@ class Rank:
         if self._transport is not None:
             self._transport.close()
         if self._cores is not None:
+            if (lib := library()) is not None:
+                share_cores(lib, None)
             self._cores.close()
         self._parallel.close()
 

@@ -14,6 +14,7 @@ import torch
 
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.operations import DTYPES
+from kvferry.kernels.cpu.threads import program_threads
 
 _CHUNK, _TILE_ROWS = 128, 96
 """As in `api.h`."""
@@ -167,8 +168,9 @@ class Contexts:
         room = self._most_chunks + self._tokens // tile_queries + self._rows
         tiles = np.empty(self._rows + 2 * room, dtype=np.int64)
         split = self._lib.kvferry_cut_tiles(ctypes.byref(struct), self._rows, tiles.ctypes.data, room)
-        all_threads = torch.get_num_threads()
-        struct.num_threads = all_threads if struct.scores >= _PARALLEL_SCORES else 1
+        threads = torch.get_num_threads()
+        all_threads = max(threads, program_threads(threads))
+        struct.num_threads = threads if struct.scores >= _PARALLEL_SCORES else 1
         scratch_floats = self._lib.kvferry_scratch_floats(tile_queries * group, head_dim)
         memory = self._workspace.fit(
             all_threads * scratch_floats, split * num_heads * (head_dim + 2), self._rows * kv_heads

@@ -1,7 +1,9 @@
 // Runs a step program in one parallel region: all threads run an operation's kernel, then wait for each other.
 //
-// Whoever comes last prepares the next operation while the others wait, and does by itself what is too little to share:
-// so a small operation costs no barrier. Waiting threads spin for a moment, then sleep: cores are shared with others.
+// Whoever leaves an operation last prepares the next while the others wait, and does by itself what is too little to
+// share: so a small operation costs no barrier. Nobody waits for a thread that has not come to an operation: one that
+// the system lets run late, or that stays away to leave its core to others (see `Cores`), joins at the next. Waiting
+// threads spin for a moment, then sleep.
 #include "program.h"
 
 #include <sched.h>
@@ -31,17 +33,23 @@ union Job {
   Argmax argmax;
 };
 
-// Of one call. `arrived` and `phase` are on lines of their own: those who wait look at nothing that others write to.
+const uint32_t kDone = 0xffffffff;
+
+// Of one call.
 struct Run {
   const Op* ops;
   int64_t count, at;
   const Step* step;
+  const Cores* cores;  // or null
   int dtype, threads;
   void (*kernel)(void*);  // null: all is done
   Job job;
-  alignas(64) int32_t arrived;
-  alignas(64) uint32_t phase;
-  int32_t asleep;
+  const void* caller;  // of its threads' marks
+  int32_t came;        // other threads
+  alignas(64) uint64_t state;  // how many are at work on the operation (0: it is being prepared), and its number << 32
+  int32_t asleep;              // threads that wait for the next operation
+  alignas(64) int32_t wanted;  // threads
+  int32_t away;                // threads that are not
 };
 
 int64_t now_ns() {
@@ -58,36 +66,66 @@ inline void pause() {
 #endif
 }
 
-void sleep(Run& run, uint32_t phase) {
-  __atomic_add_fetch(&run.asleep, 1, __ATOMIC_SEQ_CST);
-  while (__atomic_load_n(&run.phase, __ATOMIC_SEQ_CST) == phase) {
+uint32_t number(uint64_t state) { return (uint32_t)(state >> 32); }
+uint32_t at_work(uint64_t state) { return (uint32_t)state; }
+
+// Sleeps while *word is `value`; `sleepers` counts those who do.
+void sleep(void* word, int32_t value, int32_t* sleepers) {
+  __atomic_add_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n((int32_t*)word, __ATOMIC_SEQ_CST) == value) {
 #ifdef __linux__
-    syscall(SYS_futex, &run.phase, FUTEX_WAIT_PRIVATE, phase, nullptr, nullptr, 0);
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 #else
     sched_yield();
 #endif
   }
-  __atomic_sub_fetch(&run.asleep, 1, __ATOMIC_RELAXED);
+  __atomic_sub_fetch(sleepers, 1, __ATOMIC_RELAXED);
 }
 
-void wait(Run& run, uint32_t phase) {
+void wake(void* word, const int32_t* sleepers) {
+#ifdef __linux__
+  if (__atomic_load_n(sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+#endif
+}
+
+// The half of the state that is the operation's number, for futexes.
+void* number_word(Run& run) { return (uint32_t*)&run.state + (__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__); }
+
+void wait(Run& run, uint32_t operation) {
   int64_t deadline = 0;
-  for (int looks = 1; __atomic_load_n(&run.phase, __ATOMIC_ACQUIRE) == phase; looks++) {
+  for (int looks = 1; number(__atomic_load_n(&run.state, __ATOMIC_ACQUIRE)) == operation; looks++) {
     pause();
     if (looks % 64) continue;
     int64_t now = now_ns();
     if (!deadline) deadline = now + kSpinNs;
-    if (now > deadline) return sleep(run, phase);
+    if (now > deadline) return sleep(number_word(run), (int32_t)operation, &run.asleep);
   }
 }
 
-void release(Run& run) {
-  run.arrived = 0;
-  __atomic_add_fetch(&run.phase, 1, __ATOMIC_SEQ_CST);
-#ifdef __linux__
-  if (__atomic_load_n(&run.asleep, __ATOMIC_SEQ_CST))
-    syscall(SYS_futex, &run.phase, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
-#endif
+// How many threads the process may use now.
+int32_t allowed(const Run& run) {
+  const Cores* cores = run.cores;
+  if (!cores) return run.threads;
+  int64_t now = now_ns(), ranks = cores->group_size;
+  const Note* notes = (const Note*)(cores->notes + 1);
+  for (int64_t i = 0; i < *cores->notes; i++)
+    if (notes[i].until > now && notes[i].group != cores->group) ranks += notes[i].ranks;
+  int64_t threads = cores->count / ranks;
+  if (threads == cores->count && now < cores->one_free_until) threads--;
+  return threads < 1 ? 1 : threads < run.threads ? (int32_t)threads : run.threads;
+}
+
+void want(Run& run, int32_t threads) {
+  if (threads == run.wanted) return;
+  bool more = threads > run.wanted;
+  __atomic_store_n(&run.wanted, threads, __ATOMIC_SEQ_CST);
+  if (more) wake(&run.wanted, &run.away);
+}
+
+// The next operation is there, with so many at work on it.
+void publish(Run& run, uint32_t operation, uint32_t at_work) {
+  __atomic_store_n(&run.state, (uint64_t)operation << 32 | at_work, __ATOMIC_SEQ_CST);
+  wake(number_word(run), &run.asleep);
 }
 
 int64_t grain(const Run& run, int64_t rows) { return rows / (run.threads * 4) + 1; }
@@ -198,26 +236,53 @@ void advance(Run& run) {
   run.kernel = nullptr;
 }
 
+// From an operation that this thread works on, as long as it is the last to leave one. Returns the one that others
+// still work on, or that is the last.
+uint32_t work_on(Run& run) {
+  while (true) {
+    run.kernel(&run.job);
+    uint64_t state = __atomic_sub_fetch(&run.state, 1, __ATOMIC_ACQ_REL);
+    if (at_work(state)) return number(state);
+    advance(run);
+    want(run, run.kernel ? allowed(run) : run.threads);
+    publish(run, number(state) + 1, run.kernel ? 1 : kDone);
+    if (!run.kernel) return number(state);
+  }
+}
+
+thread_local char mark;
+
 void work(void* arg) {
   Run& run = *(Run*)arg;
-  int all = num_threads();
-  while (run.kernel) {
-    uint32_t phase = __atomic_load_n(&run.phase, __ATOMIC_RELAXED);
-    run.kernel(&run.job);
-    if (__atomic_add_fetch(&run.arrived, 1, __ATOMIC_ACQ_REL) == all) {
-      advance(run);
-      release(run);
-    } else {
-      wait(run, phase);
+  int32_t me = &mark == run.caller ? 0 : __atomic_add_fetch(&run.came, 1, __ATOMIC_RELAXED);
+  uint32_t operation = me ? 0 : work_on(run);
+  if (!me) wait(run, operation);
+  while (true) {
+    uint64_t state = __atomic_load_n(&run.state, __ATOMIC_ACQUIRE);
+    if (at_work(state) == kDone) return;
+    int32_t wanted = __atomic_load_n(&run.wanted, __ATOMIC_RELAXED);
+    if (me >= wanted) {
+      sleep(&run.wanted, wanted, &run.away);
+    } else if (!at_work(state)) {
+      wait(run, number(state));
+    } else if (__atomic_compare_exchange_n(&run.state, &state, state + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+      wait(run, work_on(run));
     }
   }
 }
 
+const Cores* shared_cores = nullptr;
+
 }  // namespace
+
+// From now on programs use as many threads as the process may, while they run. null: as many as they are told.
+extern "C" __attribute__((visibility("default"))) void kvferry_share_cores(const Cores* cores) { shared_cores = cores; }
 
 extern "C" __attribute__((visibility("default"))) void kvferry_run(const Op* ops, int64_t count, const Step* step,
                                                                    int dtype, int threads) {
-  Run it = {ops, count, 0, step, dtype, threads, nullptr, {}, 0, 0, 0};
+  const Cores* cores = shared_cores;
+  Run it = {ops, count, 0, step, cores, dtype, threads, nullptr, {}, &mark, 0, 1, 0, 0, 0};
+  it.wanted = allowed(it);
   advance(it);
   if (it.kernel) run(work, &it, threads);
 }

@@ -15,6 +15,18 @@ struct Exchange {
   int64_t late;         // not 0: some rank did not come in time, and the rest of the program was left out
 };
 
+// What `runtime/cores.py` keeps: a slot of its file, and how a process reads all of them. Mirrored there.
+struct Note {
+  int64_t pid, group, ranks, until;  // counts as busy until then: ns, the monotonic clock
+};
+
+struct Cores {
+  const int64_t* notes;  // number of slots in use, then these
+  int64_t count;         // of the machine
+  int64_t group, group_size;
+  int64_t one_free_until;  // this group leaves one to others until then
+};
+
 // Buffers are numbers of the step's. Fields that a kind does not use are 0. Mirrored in program.py.
 struct Op {
   int64_t kind;

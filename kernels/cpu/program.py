@@ -15,6 +15,7 @@ import torch
 from kvferry.kernels.attention import Scoring
 from kvferry.kernels.cpu.linear import Packed, PackedIntegers
 from kvferry.kernels.cpu.operations import ACTIVATIONS, DTYPES
+from kvferry.kernels.cpu.threads import program_threads
 from kvferry.kernels.embedding import Embedding
 
 NUM_BUFFERS, MAX_ATTENTIONS = 6, 8
@@ -191,7 +192,8 @@ class Program:
             step.angles[i], step.num_angles[i] = angle.data_ptr(), angle.shape[1]
         largest, places = np.empty(len(wanted), dtype=np.float32), np.empty(len(wanted), dtype=np.int64)
         step.largest, step.places = largest.ctypes.data, places.ctypes.data
-        self._lib.kvferry_run(self._list, len(self._list), ctypes.byref(step), self._dtype, torch.get_num_threads())
+        threads = program_threads(torch.get_num_threads())
+        self._lib.kvferry_run(self._list, len(self._list), ctypes.byref(step), self._dtype, threads)
         return (largest.tolist(), places.tolist()) if self._finds else None
 
     def _add(self, **fields: float | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvferry.kernels.cpu.available import library
+from kvferry.kernels.cpu.threads import Cores, share_cores
 from kvferry.kernels.linear import PackedLinear
 from kvferry.kernels.packing import Quantization
 from kvferry.kernels.sampling import argmax
@@ -113,6 +117,76 @@ def check(model: Decoder, stored: str) -> None:
         for got, wanted in zip(logits, expected, strict=True):
             assert torch.equal(got, wanted)
         assert torch.equal(cache, kept)
+
+
+@pytest.fixture
+def crowd() -> Iterator[tuple[Cores, Any]]:
+    """Three cores for the programs of this process, and the note of a neighbour: pid, group, ranks, busy until."""
+    notes = (ctypes.c_int64 * 5)(1, 1, 99, 3, 0)
+    lib, cores = library(), Cores(ctypes.addressof(notes), 3, 7, 1, 0)
+    assert lib is not None
+    share_cores(lib, cores)
+    yield cores, notes
+    share_cores(lib, None)
+
+
+def test_threads_come_and_go_within_a_program(crowd: tuple[Cores, Any]) -> None:
+    """An operation that a thread joins twice, when it is over, or while the next is prepared; or that nobody ends."""
+    cores, notes = crowd
+    model = build("gqa-tied", "bfloat16")
+    expected, kept = run(dataclasses.replace(model, compiled=None), "bfloat16", 1)
+    over = threading.Event()
+
+    def neighbours() -> None:
+        random = np.random.default_rng(0)
+        while not over.is_set():
+            now_ns = time.monotonic_ns()
+            notes[3], notes[4] = int(random.integers(1, 4)), now_ns + int(random.integers(0, 300_000))
+            cores.one_free_until = now_ns + int(random.integers(0, 200_000))
+            over.wait(float(random.random()) * 3e-4)
+
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(neighbours)
+        try:
+            for _ in range(10):
+                logits, cache = run(model, "bfloat16", 1)
+                for got, wanted in zip(logits, expected, strict=True):
+                    assert torch.equal(got, wanted)
+                assert torch.equal(cache, kept)
+        finally:
+            over.set()
+        beside.result(timeout=10)
+
+
+def others_share(forward: Callable[[], object]) -> float:
+    """CPU time of the threads that help, of the caller's."""
+    own, all_threads = time.thread_time(), time.process_time()
+    forward()
+    own = time.thread_time() - own
+    return (time.process_time() - all_threads - own) / own
+
+
+def test_cores_that_neighbours_use_are_left_to_them(crowd: tuple[Cores, Any]) -> None:
+    """A program that never uses more than one core, or all whoever is there."""
+    cores, notes = crowd
+    config = CONFIGS["gqa-tied"]()
+    config.hidden_size, config.intermediate_size, config.head_dim = 512, 2048, 64
+    model = build_from(randomised("gqa-tied", config), SingleRank(), torch.bfloat16)
+    storage = RankStorage(one_group(model.spec.kv_layout(BLOCK, "bfloat16", 1), 400), "cpu", dtype=model.dtype)
+    rows = [Row([5] * 512, 0, [BlockId(i) for i in range(400)], 1)]
+
+    def forward() -> None:
+        with torch.inference_mode():
+            model.forward(make_batches(rows, storage), storage)
+
+    others_share(forward)  # starts the threads
+    assert max(others_share(forward) for _ in range(3)) > 0.3
+    notes[4] = time.monotonic_ns() + 60 * 10**9
+    assert min(others_share(forward) for _ in range(3)) < 0.2
+    notes[4], cores.count, cores.one_free_until = 0, 2, time.monotonic_ns() + 60 * 10**9
+    assert min(others_share(forward) for _ in range(3)) < 0.2
+    cores.one_free_until = 0
+    assert max(others_share(forward) for _ in range(3)) > 0.3
 
 
 def test_a_broken_model_is_found_by_the_program() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -98,3 +99,16 @@ def test_a_dead_workers_note_runs_out_and_its_slot_is_used_again(
 
 def test_cores_of_this_process() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+def test_notes_stay_mapped_for_who_reads_them_from_outside(tmp_path: Path, stack: ExitStack) -> None:
+    """Fault: a program that runs, or the next one of the process, reads memory that is no longer mapped."""
+    one = share(stack, tmp_path, 2, "a")
+    native = one.native
+    one.begin(free_ns=10**9)
+    assert native.one_free_until > time.monotonic_ns()
+    one.close()
+    del one
+    slots = ctypes.cast(native.notes, ctypes.POINTER(ctypes.c_int64))
+    assert slots[0] == 1
+    assert slots[4] == 0  # it is over
