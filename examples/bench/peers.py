@@ -70,10 +70,12 @@ Measure = Callable[[Side, loads.Encode, int], Awaitable[Measured]]
 
 
 async def single(side: Side, encode: loads.Encode, run: int) -> Measured:
-    """The median of a few answers, one after the other: a machine's memory is not equally fast from second to second."""
-    prompts = [loads.text_tokens(encode, f"single {run} {i}", loads.SHORT_PROMPT_TOKENS) for i in range(SINGLE_ANSWERS)]
-    answers = [await side.ask(prompt, SINGLE_TOKENS) for prompt in prompts]
-    return Measured({"tokens_per_s": middle([answer.decode_tokens_per_s for answer in answers]).median})
+    """The median of a few answers, one after the other: memory is not equally fast from second to second."""
+    rates = []
+    for i in range(SINGLE_ANSWERS):
+        prompt = loads.text_tokens(encode, f"single {run} {i}", loads.SHORT_PROMPT_TOKENS)
+        rates.append((await side.ask(prompt, SINGLE_TOKENS)).decode_tokens_per_s)
+    return Measured({"tokens_per_s": middle(rates).median})
 
 
 async def prefill(side: Side, encode: loads.Encode, run: int) -> Measured:
