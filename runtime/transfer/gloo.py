@@ -40,6 +40,24 @@ def _bytes(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
+def _nothing() -> None:
+    """Memory of somebody else's is not given back."""
+
+
+def cut(places: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Pieces of these sizes; none if one would cross from one place into the next."""
+    pieces: list[torch.Tensor] = []
+    left = deque(places)
+    for size in sizes:
+        if not left or left[0].numel() < size:
+            return []
+        pieces.append(left[0][:size])
+        rest = left.popleft()[size:]
+        if rest.numel():
+            left.appendleft(rest)
+    return [] if left else pieces
+
+
 class _Pair:
     """A process group of two; every failure is `LinkClosed` and final."""
 
@@ -167,19 +185,21 @@ class GlooReceiveEnd:
         self._unread = header[1]
         return header[0], sum(header[1])
 
-    def receive_payload(self, timeout_s: float) -> Payload:
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
         sizes, self._unread = self._unread, None
         if sizes is None:
             raise LinkClosed(f"{self._name}: no header before the payload")
         begin = time.perf_counter()
-        memory = self._buffers.take(sum(sizes))
-        data = memory[: sum(sizes)]
-        works = [self._pair.ireceive(piece, PAYLOAD) for piece in torch.split(data, sizes)] if sizes else []
+        pieces, free = cut(into, sizes), _nothing
+        if not pieces and sizes:
+            memory = self._buffers.take(sum(sizes))
+            pieces, free = list(torch.split(memory[: sum(sizes)], sizes)), partial(self._buffers.free, memory)
+        works = [self._pair.ireceive(piece, PAYLOAD) for piece in pieces]
         self._pair.wait(self._pair.ireceive(_bytes(1), END), timeout_s)
         for work in works:
             self._pair.wait(work, timeout_s)  # over before the END came
         self._pair.wait(self._pair.isend(_bytes(1), ACK), timeout_s)  # the sender asked for it before all else
-        return Payload([data], partial(self._buffers.free, memory), time.perf_counter() - begin)
+        return Payload(pieces, free, time.perf_counter() - begin, in_place=free is _nothing)
 
     def close(self) -> None:
         self._pair.close()  # wakes the thread as well

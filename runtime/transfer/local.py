@@ -80,8 +80,8 @@ class Channel:
             self._condition.notify_all()
             return header, self._current.numel()
 
-    def receive_payload(self, timeout_s: float) -> Payload:
-        del timeout_s  # it is here already
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
+        del timeout_s, into  # it is here already
         with self._condition:
             payload, self._current = self._current, None
         if payload is None:

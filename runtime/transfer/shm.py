@@ -235,8 +235,8 @@ class _End:
             raise ValueError(f"{size} bytes in pieces {sizes} at {begins} of {memory.size} bytes")
         return Payload(pieces, free, seconds, partial(buffer.moved, size)), header
 
-    def receive_payload(self, timeout_s: float) -> Payload:
-        del timeout_s  # it is here already
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
+        del timeout_s, into  # it is here already
         payload, self._unread = self._unread, None
         if payload is None:
             raise LinkClosed(f"{self._name}: no header before the payload")

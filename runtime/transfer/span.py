@@ -13,12 +13,16 @@ MAX_GATHERED = 2
 """What `read` has gathered of late and stays as it is."""
 
 
-def runs(block_ids: Sequence[BlockId]) -> list[tuple[int, BlockId, int]]:
-    """Consecutive ids in a row: place in the list, first id, count."""
+def runs(block_ids: Sequence[BlockId], beside: Sequence[BlockId] = ()) -> list[tuple[int, BlockId, int]]:
+    """Consecutive ids in a row, where those `beside` them are too: place in the list, first id, count."""
     found: list[tuple[int, BlockId, int]] = []
     begin = 0
     for i in range(1, len(block_ids) + 1):
-        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
+        if (
+            i == len(block_ids)
+            or block_ids[i] != block_ids[i - 1] + 1
+            or (beside and beside[i] != beside[i - 1] + 1)
+        ):
             found.append((begin, block_ids[begin], i - begin))
             begin = i
     return found
@@ -39,8 +43,10 @@ class HeadSpan:
         self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(MAX_GATHERED)]
         self.block_bytes = self._bytes[0].numel()
 
-    def read(self, block_ids: list[BlockId], device: torch.device) -> list[torch.Tensor]:
-        """Pieces in a row, 1-d uint8 on `device`: of whole blocks, views of the storage.
+    def read(
+        self, block_ids: list[BlockId], device: torch.device, beside: Sequence[BlockId] = ()
+    ) -> list[torch.Tensor]:
+        """Pieces in a row, 1-d uint8 on `device`: of whole blocks, views of the storage, cut where ids `beside` are.
 
         Valid until `MAX_GATHERED` more calls.
         """
@@ -49,7 +55,7 @@ class HeadSpan:
             torch.cuda.current_stream().synchronize()
             return [gathered]
         if self._whole and device == self._bytes.device:
-            return [self._bytes[first : first + count].view(-1) for _, first, count in runs(block_ids)]
+            return [self._bytes[first : first + count].view(-1) for _, first, count in runs(block_ids, beside)]
         size = len(block_ids) * self.block_bytes
         scratch = self._scratch.pop(0)
         if scratch.numel() < size:
@@ -59,6 +65,12 @@ class HeadSpan:
         for place, first, count in runs(block_ids):
             rows[place : place + count] = self._array[first : first + count]
         return [scratch[:size].to(device)]
+
+    def places(self, block_ids: list[BlockId]) -> list[torch.Tensor]:
+        """The storage of whole blocks as pieces in a row; none where a block is not one contiguous span in memory."""
+        if self._array is None or not self._whole:
+            return []
+        return [self._bytes[first : first + count].view(-1) for _, first, count in runs(block_ids)]
 
     def write(self, block_ids: list[BlockId], pieces: Sequence[torch.Tensor]) -> None:
         """Mutates the storage. `pieces`: what `read` gave, cut between any blocks, on any device."""

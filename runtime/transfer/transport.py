@@ -51,6 +51,8 @@ class Payload:
     """How long they were on their way."""
     moved: Callable[[], Sequence[torch.Tensor] | None] = lambda: None
     """Where they lie now, if their sender could not wait any longer."""
+    in_place: bool = False
+    """They are where they were wanted."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,10 +96,12 @@ class ReceiveEnd(Protocol):
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
         """The next message's header and payload size in bytes; `None` if nothing came in time. Raises `LinkClosed`."""
 
-    def receive_payload(self, timeout_s: float) -> Payload:
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
         """Must follow each header. Outlives the end.
 
-        Raises `LinkClosed`, also when the time is over: the stream has no borders any more.
+        `into`: memory of the payload's size, as `send`'s pieces, which the transport may write until this returns, and
+        then has not touched or filled. Raises `LinkClosed`, also when the time is over: the stream has no borders any
+        more. Nothing is written afterwards.
         """
 
     def close(self) -> None:
