@@ -70,7 +70,9 @@ class Landing:
             flight.cut(f"transfer {transfer[0]} is over and its message was not")
         with self._changed:
             if not self._changed.wait_for(lambda: not self._writing(transfer, block_ids), CUT_S):
-                raise InvariantBroken(f"transfer {transfer[0]}: its link was cut {CUT_S:g} s ago and still writes blocks")
+                raise InvariantBroken(
+                    f"transfer {transfer[0]}: its link was cut {CUT_S:g} s ago and still writes blocks"
+                )
 
     def _take(self, transfer: TransferKey, block_ids: Sequence[BlockId] | None) -> None:
         if (granted := self._granted.get(transfer)) is not None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -325,21 +323,19 @@ class ReceiveLink:
             )
         )
 
-
     def _land(self, end: ReceiveEnd, header: MessageHeader) -> Payload | None:
-        """Writes the message straight into its blocks, and leaves nothing to import; `None` if they are not granted."""
+        """Lets the message be written into its blocks, which leaves nothing to import, if they are granted."""
         landing, ids = self._context.landing, header.block_ids
+        places = self._span.places(ids) if end.in_place else []
+        if not places:
+            return None
         flight = landing.begin((header.transfer_id, header.attempt), ids, self.life.close)
         if flight is None:
             return None
         try:
-            payload = end.receive_payload(self._context.timeout_s, self._span.places(ids))
+            payload = end.receive_payload(self._context.timeout_s, places)
             self._check(payload, header)
-            begin = time.perf_counter()
-            if not payload.in_place:
-                payload.read(partial(self._span.write, ids))
-            payload.free()
-            return Payload([], lambda: None, payload.seconds + time.perf_counter() - begin)
+            return Payload([], payload.free, payload.seconds)
         finally:
             landing.end(flight)
 

@@ -102,7 +102,7 @@ class Links:
         for discard in plan.discards:
             self.discard(discard)
         for revoke in plan.revokes:
-            self._landing.take_back((revoke.transfer_id, revoke.attempt), revoke.block_ids)
+            self.revoke(revoke)
         for grant in plan.grants:  # after discards: of blocks that change hands
             self.grant(grant)
         for send in plan.sends:  # of what earlier steps, or these imports, have written
@@ -206,8 +206,12 @@ class Links:
         if not self._blocks[0].is_cuda:
             self._landing.grant((grant.transfer_id, grant.attempt), grant.block_ids)
 
+    def revoke(self, revoke: Revoke) -> None:
+        """Waits until no link writes these blocks: not for long, and not for the peer."""
+        self._landing.take_back((revoke.transfer_id, revoke.attempt), revoke.block_ids)
+
     def discard(self, discard: Discard) -> None:
-        """Drops what is staged, queued or still to come of a transfer."""
+        """Drops what is staged, queued or still to come of a transfer. Waits as `revoke` does."""
         self._staging.discard(discard)
         self._landing.take_back((discard.transfer_id, discard.attempt))
 

@@ -22,6 +22,7 @@ class Channel:
     """A bounded queue of messages with both of its ends; also the handshake between them."""
 
     max_unfinished = 1
+    in_place = False
 
     def __init__(self, name: str, ends: OpenEnds) -> None:
         self._name = name

@@ -29,6 +29,7 @@ class _End:
     """One end of a link. Message n's header is the store's key `n`. An end that closes puts `CLOSED` there instead."""
 
     max_unfinished = 1
+    in_place = False
 
     def __init__(self, name: str, address: RankAddress, prefix: str, rank: int, timeout_s: float, ends: OpenEnds):
         from torch.distributed import ProcessGroupNCCL
@@ -90,7 +91,7 @@ class _End:
         return value[8:], self._unread
 
     def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
-        del into  # the storage belongs to the device's stream
+        del into
         self._check()
         begin = time.perf_counter()
         data = torch.empty(self._unread, dtype=torch.uint8, device=self._device)

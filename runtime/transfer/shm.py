@@ -55,6 +55,9 @@ _CREDENTIALS = struct.Struct("3i")
 class _End:
     """One end of a link. One thread uses it; any thread may close it, or free a payload."""
 
+    in_place = False
+    """What arrives lies in the source's memory: importing it is the only copy."""
+
     def __init__(self, name: str, sock: socket.socket, ends: OpenEnds) -> None:
         """Takes over `sock` and registers with `ends`."""
         self._name = name

@@ -18,11 +18,7 @@ def runs(block_ids: Sequence[BlockId], beside: Sequence[BlockId] = ()) -> list[t
     found: list[tuple[int, BlockId, int]] = []
     begin = 0
     for i in range(1, len(block_ids) + 1):
-        if (
-            i == len(block_ids)
-            or block_ids[i] != block_ids[i - 1] + 1
-            or (beside and beside[i] != beside[i - 1] + 1)
-        ):
+        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1 or (beside and beside[i] != beside[i - 1] + 1):
             found.append((begin, block_ids[begin], i - begin))
             begin = i
     return found
@@ -39,7 +35,7 @@ class HeadSpan:
             raise InvariantBroken(f"block storage must be contiguous with 6 dimensions, not {tuple(blocks.shape)}")
         self._bytes = blocks.view(torch.uint8).flatten(4)[:, :, :, heads[0] : heads[1]]
         self._array = None if blocks.is_cuda else self._bytes.numpy()
-        self._whole = self._bytes.is_contiguous()
+        self._flat = self._bytes.view(-1) if self._bytes.is_contiguous() else None
         self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(MAX_GATHERED)]
         self.block_bytes = self._bytes[0].numel()
 
@@ -54,8 +50,8 @@ class HeadSpan:
             gathered = self._bytes[torch.tensor(block_ids, device=self._bytes.device)].reshape(-1).to(device)
             torch.cuda.current_stream().synchronize()
             return [gathered]
-        if self._whole and device == self._bytes.device:
-            return [self._bytes[first : first + count].view(-1) for _, first, count in runs(block_ids, beside)]
+        if self._flat is not None and device == self._bytes.device:
+            return self._pieces(runs(block_ids, beside))
         size = len(block_ids) * self.block_bytes
         scratch = self._scratch.pop(0)
         if scratch.numel() < size:
@@ -68,9 +64,12 @@ class HeadSpan:
 
     def places(self, block_ids: list[BlockId]) -> list[torch.Tensor]:
         """The storage of whole blocks as pieces in a row; none where a block is not one contiguous span in memory."""
-        if self._array is None or not self._whole:
-            return []
-        return [self._bytes[first : first + count].view(-1) for _, first, count in runs(block_ids)]
+        return [] if self._array is None or self._flat is None else self._pieces(runs(block_ids))
+
+    def _pieces(self, found: list[tuple[int, BlockId, int]]) -> list[torch.Tensor]:
+        assert self._flat is not None
+        size = self.block_bytes
+        return [self._flat[first * size : (first + count) * size] for _, first, count in found]
 
     def write(self, block_ids: list[BlockId], pieces: Sequence[torch.Tensor]) -> None:
         """Mutates the storage. `pieces`: what `read` gave, cut between any blocks, on any device."""

@@ -51,8 +51,6 @@ class Payload:
     """How long they were on their way."""
     moved: Callable[[], Sequence[torch.Tensor] | None] = lambda: None
     """Where they lie now, if their sender could not wait any longer."""
-    in_place: bool = False
-    """They are where they were wanted."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,15 +91,21 @@ class SendEnd(Protocol):
 
 
 class ReceiveEnd(Protocol):
+    @property
+    def in_place(self) -> bool:
+        """Whether `receive_payload` can be told where to write."""
+
     def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
-        """The next message's header and payload size in bytes; `None` if nothing came in time. Raises `LinkClosed`."""
+        """The next message's header and payload size in bytes. Raises `LinkClosed`.
+
+        `None`: nothing came in time, ask again. Where a wait that ends would close the link, it goes on.
+        """
 
     def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
         """Must follow each header. Outlives the end.
 
-        `into`: memory of the payload's size, as `send`'s pieces, which the transport may write until this returns, and
-        then has not touched or filled. Raises `LinkClosed`, also when the time is over: the stream has no borders any
-        more. Nothing is written afterwards.
+        `into`: where to write it, of its size, as `send`'s pieces; written until this has returned or raised, and not
+        any more. Raises `LinkClosed`, also when the time is over: the stream has no borders any more.
         """
 
     def close(self) -> None:
