@@ -77,6 +77,7 @@ class _Pair:
 
     def _start(self, operation: Callable[..., Work], tensor: torch.Tensor, tag: int) -> Work:
         if self._closed:
+            self.close()
             raise LinkClosed(f"{self._name}: closed")
         try:
             return operation([tensor], self._other, tag)
@@ -94,13 +95,14 @@ class _Pair:
         return LinkClosed(f"{self._name}: {first_line(error)}")
 
     def close(self) -> None:
+        """Nothing is read or written once this returns, whoever called it first."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
+            with contextlib.suppress(RuntimeError):  # raised at once if the peer has closed the pair already
+                self._group.recv([_bytes(1)], self._other, NEVER).wait(seconds(0.001))
         self._ends.remove(self)
-        with contextlib.suppress(RuntimeError):  # raised at once if the peer has closed the pair already
-            self._group.recv([_bytes(1)], self._other, NEVER).wait(seconds(0.001))
 
 
 class GlooSendEnd:
@@ -178,11 +180,12 @@ class GlooReceiveEnd:
         if memory is not None:
             pieces = list(torch.split(memory[: sum(sizes)], sizes))
         works = [self._pair.ireceive(piece, PAYLOAD) for piece in pieces]
-        self._pair.wait(self._pair.ireceive(_bytes(1), END), timeout_s)
-        del works  # over before the END came
+        end = self._pair.ireceive(_bytes(1), END)
         if self._ack is not None:
             self._pair.wait(self._ack, timeout_s)
+        self._pair.wait(end, timeout_s)
         self._ack = self._pair.isend(_bytes(1), ACK)  # the sender asked for it before all else
+        del works  # over before the END came
         took = time.perf_counter() - begin
         if memory is None:
             return Payload(into, _keep, took)

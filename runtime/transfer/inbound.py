@@ -347,7 +347,7 @@ class Inbound:
         """Which blocks links may write from the next step on, and which no longer. To be taken with the discards."""
         fresh, self._fresh = self._fresh, []
         revokes, self._revokes = self._revokes, []
-        arrivals = [arrival for key in fresh if (arrival := self._arrivals.get(key)) and not arrival.ending]
+        arrivals = [arrival for key in fresh if (arrival := self._arrivals.get(key))]
         return [Grant(*a.key, list(a.missing.values())) for a in arrivals if a.missing], revokes
 
     def next_deadline_ns(self) -> int | None:

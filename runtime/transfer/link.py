@@ -336,6 +336,9 @@ class ReceiveLink:
             payload = end.receive_payload(self._context.timeout_s, places)
             self._check(payload, header)
             return Payload([], payload.free, payload.seconds)
+        except BaseException:
+            end.close()  # after which nothing is written
+            raise
         finally:
             landing.end(flight)
 
