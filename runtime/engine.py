@@ -295,8 +295,10 @@ class Engine:
         plan, self._plan = self._plan, StepPlan(step=self._plan.step + 1)
         for command in plan.imports:
             self.inbound.imported(command)
-        plan.discards = [*self.inbound.take_discards(), *self.outbound.take_discards()]
         batch = self.scheduler.plan(now_ns)
+        # After all that gives blocks back: the plan that uses one again must be the one that takes it from a link.
+        plan.discards = [*self.inbound.take_discards(), *self.outbound.take_discards()]
+        plan.grants, plan.revokes = self.inbound.take_grants()
         if not self.scheduler.is_stuck:
             self._stuck_since_ns = None
         elif self._stuck_since_ns is None:

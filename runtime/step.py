@@ -2,8 +2,8 @@
 
 A step's order on each rank: imports (staged blocks are copied into the pool's storage), sends (blocks sealed before
 this step are handed to the links, and travel while it computes), rows (the forward pass). KV storage is written by
-nothing but imports and rows, both in the one thread that executes plans; so a block that the leader has taken back is
-never written by a late arrival.
+imports and rows, in the one thread that executes plans, and by links into blocks that a plan has granted them until
+another takes them back; so a block that the leader has given to somebody else is never written by a late arrival.
 """
 
 from __future__ import annotations
@@ -100,6 +100,23 @@ class Discard(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
 
 
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """Messages of a transfer may be received straight into these blocks, each once. Ends with the transfer's discard,
+    or block by block with an import or a `Revoke`."""
+
+    transfer_id: TransferId
+    attempt: int
+    block_ids: list[BlockId]
+
+
+class Revoke(msgspec.Struct, frozen=True, array_like=True):
+    """From now on no message of a transfer writes these blocks."""
+
+    transfer_id: TransferId
+    attempt: int
+    block_ids: list[BlockId]
+
+
 class OpenLink(msgspec.Struct, frozen=True, array_like=True):
     """Be ready to exchange blocks with a group. Idempotent."""
 
@@ -124,6 +141,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     discards: list[Discard] = []
     imports: list[Import] = []
     sends: list[Send] = []
+    grants: list[Grant] = []
+    revokes: list[Revoke] = []
 
     @property
     def num_tokens(self) -> int:

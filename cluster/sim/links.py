@@ -89,7 +89,8 @@ class _Staged(NamedTuple):
     num_routes: int
     """On which the message comes."""
     block_ids: list[BlockId]
-    payload: Payload
+    payload: Payload | None
+    """`None`: it was written when it came."""
 
 
 class _OutLink:
@@ -118,6 +119,8 @@ class Links:
         """Messages of sources that this group does not wait for yet."""
         self._staged: dict[MessageKey, dict[Route, _Staged]] = {}
         self._discarded: set[tuple[TransferId, int]] = set()
+        self._granted: dict[tuple[TransferId, int, int], set[BlockId]] = {}
+        """Of a transfer and a rank: blocks that links write when they arrive."""
 
     # ------------------------------------------------------------ a step
     def begin(self, plan: StepPlan) -> None:
@@ -129,11 +132,24 @@ class Links:
         for message in plan.imports:
             self._import(message)
         for discard in plan.discards:
+            self._take_back(discard.transfer_id, discard.attempt)
             self._discarded.add((discard.transfer_id, discard.attempt))
             for key in [k for k in self._staged if k[1:3] == (discard.transfer_id, discard.attempt)]:
                 del self._staged[key]
+        for revoke in plan.revokes:
+            self._take_back(revoke.transfer_id, revoke.attempt, revoke.block_ids)
+        for grant in plan.grants:
+            for rank in range(self._host.layout.tp_size):
+                self._granted[grant.transfer_id, grant.attempt, rank] = set(grant.block_ids)
         for send in plan.sends:
             self._send(send)
+
+    def _take_back(self, transfer_id: TransferId, attempt: int, block_ids: list[BlockId] | None = None) -> None:
+        for rank in range(self._host.layout.tp_size):
+            granted = self._granted.get((transfer_id, attempt, rank), set())
+            granted.difference_update(granted.copy() if block_ids is None else block_ids)
+            if not granted:
+                self._granted.pop((transfer_id, attempt, rank), None)
 
     def _open(self, link: OpenLink) -> None:
         peer = link.peer.peer
@@ -154,7 +170,12 @@ class Links:
         )
         if not staged or len(staged) != staged[0].num_routes or any(s.block_ids != message.block_ids for s in staged):
             raise InvariantBroken(f"{message} does not name a staged message; {len(staged)} payloads are here")
+        self._take_back(message.transfer_id, message.attempt, message.block_ids)
         for part in staged:
+            self._write(part)
+
+    def _write(self, part: _Staged) -> None:
+        if part.payload is not None:
             first = self._host.layout.heads(part.route.destination_rank)[0]
             low, high = part.route.destination_heads
             self._host.blocks.write(part.block_ids, range(first + low, first + high), part.payload)
@@ -241,6 +262,11 @@ class Links:
         key, route = (source, send.transfer_id, send.attempt, send.seq), staged.route
         if (send.transfer_id, send.attempt) in self._discarded or route in self._staged.get(key, {}):
             return
+        granted = self._granted.get((send.transfer_id, send.attempt, route.destination_rank), set())
+        if staged.num_routes == 1 and granted.issuperset(staged.block_ids):
+            self._write(staged)
+            staged = staged._replace(payload=None)
+            granted.difference_update(staged.block_ids)
         self._staged.setdefault(key, {})[route] = staged
         report = Received(
             *key[1:],

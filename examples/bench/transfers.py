@@ -42,7 +42,7 @@ from kvferry.runtime.ids import BlockHash, BlockId, Epoch, GroupId, Peer, Transf
 from kvferry.runtime.kv.groups import one_group
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import RankStorage
-from kvferry.runtime.step import Import, OpenLink, Send, StepPlan
+from kvferry.runtime.step import Grant, Import, OpenLink, Send, StepPlan
 from kvferry.runtime.transfer.factory import make_transport
 from kvferry.runtime.transfer.links import Links
 from kvferry.runtime.transfer.ticket import GroupAddress, LinkReport, RankAddress, Received, Sent
@@ -112,12 +112,13 @@ def receive(pipe: Connection, num_blocks: int) -> None:
     gloo = gloo_ranks(TCPStore("127.0.0.1", port, is_master=False), 1)
     while (job := pipe.recv()) is not None:
         begin = cpu_s()
-        name, num_messages, num_bytes = job
+        name, num_messages, num_bytes, grant = job
         if name == "raw":
             work = gloo.recv([into[:num_bytes]], 0, 0)
             pipe.send(None)
             work.wait(timedelta(seconds=TIMEOUT_S))
         else:
+            side.links[name].begin(StepPlan(0, grants=[grant]))  # when the transfer was agreed, long ago
             pipe.send(None)
             for step in range(num_messages):
                 report = side.reports.get(timeout=TIMEOUT_S)
@@ -152,7 +153,7 @@ class Runs:
     def raw(self, ids: list[BlockId]) -> tuple[float, float, float]:
         data = self._bytes[: len(ids) * LAYOUT.block_bytes]
         return self._timed(
-            ("raw", 1, data.numel()), lambda: self._gloo.send([data], 1, 0).wait(timedelta(seconds=TIMEOUT_S))
+            ("raw", 1, data.numel(), None), lambda: self._gloo.send([data], 1, 0).wait(timedelta(seconds=TIMEOUT_S))
         )
 
     def transfer(self, name: TransportName, ids: list[BlockId]) -> tuple[float, float, float]:
@@ -172,9 +173,9 @@ class Runs:
                 assert isinstance(report, Sent), report
                 assert report.error is None, report
 
-        return self._timed((name, len(sends), 0), ship)
+        return self._timed((name, len(sends), 0, Grant(transfer, 1, ids)), ship)
 
-    def _timed(self, job: tuple[str, int, int], work: Callable[[], object]) -> tuple[float, float, float]:
+    def _timed(self, job: tuple[str, int, int, Grant | None], work: Callable[[], object]) -> tuple[float, float, float]:
         self._pipe.send(job)
         self._pipe.recv()
         cpu, begin = cpu_s(), time.perf_counter()

@@ -10,7 +10,6 @@ ACK. An expired wait closes the pair on both sides; that is also how `close` wak
 from __future__ import annotations
 
 import contextlib
-import queue
 import struct
 import threading
 import time
@@ -40,6 +39,24 @@ def _bytes(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
+def _keep() -> None:
+    """There is nothing to give back."""
+
+
+def cut(places: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Pieces of these sizes; none if one would cross from one place into the next."""
+    pieces: list[torch.Tensor] = []
+    left = deque(places)
+    for size in sizes:
+        place = left.popleft() if left else _bytes(0)
+        if (rest := place.numel() - size) < 0:
+            return []
+        pieces.append(place[:size] if rest else place)
+        if rest:
+            left.appendleft(place[size:])
+    return [] if left else pieces
+
+
 class _Pair:
     """A process group of two; every failure is `LinkClosed` and final."""
 
@@ -60,6 +77,7 @@ class _Pair:
 
     def _start(self, operation: Callable[..., Work], tensor: torch.Tensor, tag: int) -> Work:
         if self._closed:
+            self.close()
             raise LinkClosed(f"{self._name}: closed")
         try:
             return operation([tensor], self._other, tag)
@@ -77,13 +95,14 @@ class _Pair:
         return LinkClosed(f"{self._name}: {first_line(error)}")
 
     def close(self) -> None:
+        """Nothing is read or written once this returns, whoever called it first."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
+            with contextlib.suppress(RuntimeError):  # raised at once if the peer has closed the pair already
+                self._group.recv([_bytes(1)], self._other, NEVER).wait(seconds(0.001))
         self._ends.remove(self)
-        with contextlib.suppress(RuntimeError):  # raised at once if the peer has closed the pair already
-            self._group.recv([_bytes(1)], self._other, NEVER).wait(seconds(0.001))
 
 
 class GlooSendEnd:
@@ -107,11 +126,8 @@ class GlooSendEnd:
         self._begun.append((received, sent, [tensor for tensor, _ in parts]))
 
     def wait_sent(self, timeout_s: float) -> bool:
-        received, sent, _ = self._begun[0]
-        self._pair.wait(received, timeout_s)
-        for work in sent:
-            self._pair.wait(work, timeout_s)  # over before the ACK came
-        self._begun.popleft()
+        self._pair.wait(self._begun[0][0], timeout_s)
+        self._begun.popleft()  # what was sent is over before the ACK came
         return True
 
     def wake(self) -> None:
@@ -122,67 +138,67 @@ class GlooSendEnd:
 
 
 class GlooReceiveEnd:
-    """A thread of its own waits for headers: a wait of gloo's that runs out of time would close the link."""
+    """Always asks for the next header: so it may come while a payload is on its way."""
 
-    def __init__(self, name: str, pair: _Pair, timeout_s: float, buffers: Buffers) -> None:
+    in_place = True
+
+    def __init__(self, name: str, pair: _Pair, buffers: Buffers) -> None:
         self._name = name
         self._pair = pair
-        self._timeout_s = timeout_s
         self._buffers = buffers
-        self._headers: queue.Queue[tuple[bytes, list[int]] | LinkClosed] = queue.Queue(4)
+        self._next = self._ask()
         self._unread: list[int] | None = None
         """Sizes of the pieces that come next."""
-        threading.Thread(target=self._read_headers, name=f"kvferry-gloo-{name}", daemon=True).start()
+        self._ack: Work | None = None
+        """The last one, on its way."""
 
-    def _read_headers(self) -> None:
-        try:
-            while True:
-                first = _bytes(_HEADER_BYTES)
-                self._pair.wait(self._pair.ireceive(first, HEADER), FOREVER_S)
-                data = first.numpy().tobytes()
-                header_size, num_pieces, *sizes = _SIZES.unpack_from(data)
-                if not (0 < header_size <= MAX_HEADER_BYTES and num_pieces <= MAX_PIECES):
-                    raise LinkClosed(f"{self._name}: a header of {header_size} bytes for {num_pieces} pieces")
-                self._put((data[_SIZES.size : _SIZES.size + header_size], sizes[:num_pieces]))
-        except LinkClosed as closed:
+    def _ask(self) -> tuple[torch.Tensor, Work]:
+        first = _bytes(_HEADER_BYTES)
+        return first, self._pair.ireceive(first, HEADER)
+
+    def receive_header(self, timeout_s: float) -> tuple[bytes, int]:
+        """Waits on when the time is over, for a wait of gloo's that runs out of time closes the link."""
+        del timeout_s
+        first, work = self._next
+        self._pair.wait(work, FOREVER_S)
+        self._next = self._ask()
+        data = first.numpy().tobytes()
+        header_size, num_pieces, *sizes = _SIZES.unpack_from(data)
+        if not (0 < header_size <= MAX_HEADER_BYTES and num_pieces <= MAX_PIECES):
             self._pair.close()
-            with contextlib.suppress(LinkClosed):
-                self._put(closed)
+            raise LinkClosed(f"{self._name}: a header of {header_size} bytes for {num_pieces} pieces")
+        self._unread = sizes[:num_pieces]
+        return data[_SIZES.size : _SIZES.size + header_size], sum(self._unread)
 
-    def _put(self, header: tuple[bytes, list[int]] | LinkClosed) -> None:
-        """Raises `LinkClosed` when nobody reads them."""
-        try:
-            self._headers.put(header, timeout=self._timeout_s)
-        except queue.Full:
-            raise LinkClosed(f"{self._name}: nobody has read its headers for {self._timeout_s:g} s") from None
-
-    def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
-        try:
-            header = self._headers.get(timeout=max(timeout_s, 0.001))
-        except queue.Empty:
-            return None
-        if isinstance(header, LinkClosed):
-            self._put(header)  # for whoever asks again
-            raise LinkClosed(str(header))
-        self._unread = header[1]
-        return header[0], sum(header[1])
-
-    def receive_payload(self, timeout_s: float) -> Payload:
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
         sizes, self._unread = self._unread, None
         if sizes is None:
             raise LinkClosed(f"{self._name}: no header before the payload")
         begin = time.perf_counter()
-        memory = self._buffers.take(sum(sizes))
+        pieces = cut(into, sizes)
+        memory = None if pieces or not sizes else self._buffers.take(sum(sizes))
+        if memory is not None:
+            pieces = list(torch.split(memory[: sum(sizes)], sizes))
+        works = [self._pair.ireceive(piece, PAYLOAD) for piece in pieces]
+        end = self._pair.ireceive(_bytes(1), END)
+        if self._ack is not None:
+            self._pair.wait(self._ack, timeout_s)
+        self._pair.wait(end, timeout_s)
+        self._ack = self._pair.isend(_bytes(1), ACK)  # the sender asked for it before all else
+        del works  # over before the END came
+        took = time.perf_counter() - begin
+        if memory is None:
+            return Payload(into, _keep, took)
         data = memory[: sum(sizes)]
-        works = [self._pair.ireceive(piece, PAYLOAD) for piece in torch.split(data, sizes)] if sizes else []
-        self._pair.wait(self._pair.ireceive(_bytes(1), END), timeout_s)
-        for work in works:
-            self._pair.wait(work, timeout_s)  # over before the END came
-        self._pair.wait(self._pair.isend(_bytes(1), ACK), timeout_s)  # the sender asked for it before all else
-        return Payload([data], partial(self._buffers.free, memory), time.perf_counter() - begin)
+        if not into:
+            return Payload([data], partial(self._buffers.free, memory), took)
+        for place, part in zip(into, torch.split(data, [place.numel() for place in into]), strict=True):
+            place.numpy()[:] = part.numpy()
+        self._buffers.free(memory)
+        return Payload(into, _keep, took)
 
     def close(self) -> None:
-        self._pair.close()  # wakes the thread as well
+        self._pair.close()
 
 
 class GlooTransport:
@@ -220,9 +236,7 @@ class GlooTransport:
         del source
         deadline = Deadline(timeout_s, f"accepting {name}")
         store, prefix = self._meeting.accept(name, deadline)
-        return GlooReceiveEnd(
-            str(name), self._pair(name, store, prefix, DESTINATION, deadline), timeout_s, self._buffers
-        )
+        return GlooReceiveEnd(str(name), self._pair(name, store, prefix, DESTINATION, deadline), self._buffers)
 
     def close(self) -> None:
         self._ends.close()

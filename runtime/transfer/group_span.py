@@ -27,10 +27,17 @@ class GroupSpan:
         first = self.ranges[place].first
         return self._spans[place], [BlockId(b - first) for b in block_ids] if first else block_ids
 
-    def read(self, block_ids: list[BlockId], device: torch.device) -> list[torch.Tensor]:
+    def read(
+        self, block_ids: list[BlockId], device: torch.device, beside: Sequence[BlockId] = ()
+    ) -> list[torch.Tensor]:
         """As `HeadSpan.read`."""
         span, block_ids = self._in_group(block_ids)
-        return span.read(block_ids, device)
+        return span.read(block_ids, device, beside)
+
+    def places(self, block_ids: list[BlockId]) -> list[torch.Tensor]:
+        """As `HeadSpan.places`."""
+        span, block_ids = self._in_group(block_ids)
+        return span.places(block_ids)
 
     def write(self, block_ids: list[BlockId], pieces: Sequence[torch.Tensor]) -> None:
         """As `HeadSpan.write`."""

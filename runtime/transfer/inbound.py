@@ -10,7 +10,7 @@ import msgspec
 from kvferry.runtime.errors import IncompatiblePeer, StaleAttempt
 from kvferry.runtime.ids import BlockHash, BlockId, Peer, TransferId
 from kvferry.runtime.kv.groups import Named
-from kvferry.runtime.step import Discard, Import
+from kvferry.runtime.step import Discard, Grant, Import, Revoke
 from kvferry.runtime.transfer.ledger import NS, BlockStore, Counters, EndedTransfers, Key, require
 from kvferry.runtime.transfer.ticket import (
     ExpectRequest,
@@ -74,6 +74,9 @@ class Inbound:
         self._ended = EndedTransfers()
         self._events: list[TransferEvent] = []
         self._discards: dict[Key, None] = {}
+        self._fresh: list[Key] = []
+        """Since the last step; ranks do not know yet where their blocks go."""
+        self._revokes: list[Revoke] = []
         self.counters = Counters()
 
     def expect(
@@ -128,6 +131,7 @@ class Inbound:
         )
         self._arrivals[key] = arrival
         self._current[key[0]] = key[1]
+        self._fresh.append(key)
         self._settle(arrival)
         return ticket
 
@@ -225,9 +229,11 @@ class Inbound:
         arrival = self._arrivals.get((transfer_id, attempt))
         if arrival is None or arrival.state is not TransferState.ACTIVE or arrival.ending:
             return
-        for block_hash in lacking:
-            if (block_id := arrival.missing.pop(block_hash, None)) is not None:
-                self._store.abandon(block_id)
+        gone = [block_id for h in lacking if (block_id := arrival.missing.pop(h, None)) is not None]
+        for block_id in gone:
+            self._store.abandon(block_id)
+        if gone:
+            self._revokes.append(Revoke(transfer_id, attempt, gone))
         arrival.dirty |= bool(arrival.partial)  # of what was named wrongly some ranks may have staged a part
         self._settle(arrival)
 
@@ -336,6 +342,13 @@ class Inbound:
         """What ranks may forget; goes into the next step."""
         discards, self._discards = self._discards, {}
         return [Discard(*key) for key in discards]
+
+    def take_grants(self) -> tuple[list[Grant], list[Revoke]]:
+        """Which blocks links may write from the next step on, and which no longer. To be taken with the discards."""
+        fresh, self._fresh = self._fresh, []
+        revokes, self._revokes = self._revokes, []
+        arrivals = [arrival for key in fresh if (arrival := self._arrivals.get(key))]
+        return [Grant(*a.key, list(a.missing.values())) for a in arrivals if a.missing], revokes
 
     def next_deadline_ns(self) -> int | None:
         return min((arrival.deadline_ns for arrival in self._arrivals.values()), default=None)

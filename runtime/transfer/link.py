@@ -14,6 +14,7 @@ from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.step import Send
 from kvferry.runtime.transfer.group_span import GroupSpan
 from kvferry.runtime.transfer.header import Expected, MessageHeader, parse, seal
+from kvferry.runtime.transfer.landing import Landing
 from kvferry.runtime.transfer.meeting import Closable
 from kvferry.runtime.transfer.staging import Staged, Staging
 from kvferry.runtime.transfer.ticket import LinkReport, RankAddress, Received, Sent
@@ -21,6 +22,7 @@ from kvferry.runtime.transfer.transport import (
     MAX_HEADER_BYTES,
     LinkClosed,
     LinkName,
+    Payload,
     ReceiveEnd,
     SendEnd,
     Transport,
@@ -57,6 +59,7 @@ class LinkContext:
 
     transport: Transport
     staging: Staging
+    landing: Landing
     stats: LinkStats
     report: Report
     timeout_s: float
@@ -212,7 +215,7 @@ class SendLink:
     def _send(self, end: SendEnd, outgoing: Outgoing, link_seq: int) -> None:
         send = outgoing.send
         outgoing.wait_ready()
-        pieces = self._span.read(send.source_block_ids, self._context.transport.device)
+        pieces = self._span.read(send.source_block_ids, self._context.transport.device, send.destination_block_ids)
         num_bytes = sum(piece.numel() for piece in pieces)
         header = seal(
             MessageHeader(
@@ -289,28 +292,19 @@ class ReceiveLink:
                     raise
 
     def _receive(self, end: ReceiveEnd, data: bytes, payload_bytes: int, link_seq: int) -> None:
-        staging, stats, timeout_s = self._context.staging, self._context.stats, self._context.timeout_s
+        staging, stats = self._context.staging, self._context.stats
         header = parse(data, payload_bytes, link_seq, self._expected)
         if isinstance(header, str):
             stats.count(refused_messages=1)
             raise LinkClosed(f"{self._name}: refused a message: {header}")
-        discarded = staging.is_discarded(header.transfer_id, header.attempt)
-        if not discarded:
-            staging.reserve(self._link, header.num_bytes, timeout_s)
-        try:
-            payload = end.receive_payload(timeout_s)
-            if not discarded and header.crc is not None and payload.read(checksum) != header.crc:
-                stats.count(refused_messages=1)
-                raise LinkClosed(f"{self._name}: refused a message: wrong checksum")
-        except BaseException:
-            if not discarded:
-                staging.unreserve(self._link, header.num_bytes)
-            raise
+        if staging.is_discarded(header.transfer_id, header.attempt):
+            end.receive_payload(self._context.timeout_s).free()
+            stats.count(dropped_messages=1)
+            return
+        payload = self._land(end, header) or self._stage(end, header)
         key = self._name.source, header.transfer_id, header.attempt, header.seq
         staged = Staged(self._link, payload, header.block_ids, self._span, self._num_routes)
-        if discarded:
-            payload.free()
-        if discarded or not staging.put(key, self._name.source_rank, staged):
+        if not staging.put(key, self._name.source_rank, staged):
             stats.count(dropped_messages=1)
             return
         stats.count(received_messages=1, received_bytes=header.num_bytes)
@@ -328,6 +322,41 @@ class ReceiveLink:
                 payload.seconds,
             )
         )
+
+    def _land(self, end: ReceiveEnd, header: MessageHeader) -> Payload | None:
+        """Lets the message be written into its blocks, which leaves nothing to import, if they are granted."""
+        landing, ids = self._context.landing, header.block_ids
+        places = self._span.places(ids) if end.in_place else []
+        if not places:
+            return None
+        flight = landing.begin((header.transfer_id, header.attempt), ids, self.life.close)
+        if flight is None:
+            return None
+        try:
+            payload = end.receive_payload(self._context.timeout_s, places)
+            self._check(payload, header)
+            return Payload([], payload.free, payload.seconds)
+        except BaseException:
+            end.close()  # after which nothing is written
+            raise
+        finally:
+            landing.end(flight)
+
+    def _stage(self, end: ReceiveEnd, header: MessageHeader) -> Payload:
+        staging, timeout_s = self._context.staging, self._context.timeout_s
+        staging.reserve(self._link, header.num_bytes, timeout_s)
+        try:
+            payload = end.receive_payload(timeout_s)
+            self._check(payload, header)
+            return payload
+        except BaseException:
+            staging.unreserve(self._link, header.num_bytes)
+            raise
+
+    def _check(self, payload: Payload, header: MessageHeader) -> None:
+        if header.crc is not None and payload.read(checksum) != header.crc:
+            self._context.stats.count(refused_messages=1)
+            raise LinkClosed(f"{self._name}: refused a message: wrong checksum")
 
 
 def checksum(pieces: Sequence[torch.Tensor]) -> int:

@@ -19,8 +19,9 @@ from kvferry.runtime.config import TransferConfig
 from kvferry.runtime.errors import IncompatiblePeer, InvalidArgument
 from kvferry.runtime.ids import Peer
 from kvferry.runtime.kv.groups import KVGroups
-from kvferry.runtime.step import CloseLink, Discard, Import, OpenLink, Send, StepPlan
+from kvferry.runtime.step import CloseLink, Discard, Grant, Import, OpenLink, Revoke, Send, StepPlan
 from kvferry.runtime.transfer.group_span import GroupSpan
+from kvferry.runtime.transfer.landing import Landing
 from kvferry.runtime.transfer.link import (
     LinkContext,
     LinkStats,
@@ -67,10 +68,12 @@ class Links:
         self._blocks = blocks
         self._report = report
         self._staging = Staging()
+        self._landing = Landing()
         self._stats = LinkStats()
         self._context = LinkContext(
             transport=transport,
             staging=self._staging,
+            landing=self._landing,
             stats=self._stats,
             report=report,
             timeout_s=config.timeout_s,
@@ -98,6 +101,10 @@ class Links:
             self.import_(message)
         for discard in plan.discards:
             self.discard(discard)
+        for revoke in plan.revokes:
+            self.revoke(revoke)
+        for grant in plan.grants:  # after discards: of blocks that change hands
+            self.grant(grant)
         for send in plan.sends:  # of what earlier steps, or these imports, have written
             self.send(send)
 
@@ -189,13 +196,24 @@ class Links:
 
     def import_(self, message: Import) -> None:
         """Copies a message's payloads into the storage. Raises `InvariantBroken` if one is not here."""
+        self._landing.take_back((message.transfer_id, message.attempt), message.block_ids)
         for staged in self._staging.take(message):
             staged.payload.read(partial(staged.span.write, staged.block_ids))
             staged.payload.free()
 
+    def grant(self, grant: Grant) -> None:
+        """From now on links write what arrives for these blocks themselves. On a GPU only its stream writes."""
+        if not self._blocks[0].is_cuda:
+            self._landing.grant((grant.transfer_id, grant.attempt), grant.block_ids)
+
+    def revoke(self, revoke: Revoke) -> None:
+        """Waits until no link writes these blocks: not for long, and not for the peer."""
+        self._landing.take_back((revoke.transfer_id, revoke.attempt), revoke.block_ids)
+
     def discard(self, discard: Discard) -> None:
-        """Drops what is staged, queued or still to come of a transfer."""
+        """Drops what is staged, queued or still to come of a transfer. Waits as `revoke` does."""
         self._staging.discard(discard)
+        self._landing.take_back((discard.transfer_id, discard.attempt))
 
     def close_peer(self, close: CloseLink) -> None:
         """Tears down all links with a peer; what they staged stays until it is imported or discarded."""

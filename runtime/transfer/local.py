@@ -22,6 +22,7 @@ class Channel:
     """A bounded queue of messages with both of its ends; also the handshake between them."""
 
     max_unfinished = 1
+    in_place = False
 
     def __init__(self, name: str, ends: OpenEnds) -> None:
         self._name = name
@@ -80,8 +81,8 @@ class Channel:
             self._condition.notify_all()
             return header, self._current.numel()
 
-    def receive_payload(self, timeout_s: float) -> Payload:
-        del timeout_s  # it is here already
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
+        del timeout_s, into  # it is here already
         with self._condition:
             payload, self._current = self._current, None
         if payload is None:

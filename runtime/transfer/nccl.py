@@ -29,6 +29,7 @@ class _End:
     """One end of a link. Message n's header is the store's key `n`. An end that closes puts `CLOSED` there instead."""
 
     max_unfinished = 1
+    in_place = False
 
     def __init__(self, name: str, address: RankAddress, prefix: str, rank: int, timeout_s: float, ends: OpenEnds):
         from torch.distributed import ProcessGroupNCCL
@@ -89,18 +90,19 @@ class _End:
         self._unread = int.from_bytes(value[:8], "little")
         return value[8:], self._unread
 
-    def receive_payload(self, timeout_s: float) -> Payload:
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
+        del into
         self._check()
         begin = time.perf_counter()
-        into = torch.empty(self._unread, dtype=torch.uint8, device=self._device)
+        data = torch.empty(self._unread, dtype=torch.uint8, device=self._device)
         self._unread = 0
         try:
-            if into.numel():
-                self._group.recv([into], SOURCE, 0).wait(seconds(timeout_s))
-                torch.cuda.current_stream(into.device).synchronize()
+            if data.numel():
+                self._group.recv([data], SOURCE, 0).wait(seconds(timeout_s))
+                torch.cuda.current_stream(data.device).synchronize()
         except RuntimeError as error:
             raise self._broken(error) from error
-        return Payload([into], lambda: None, time.perf_counter() - begin)  # torch keeps the device's memory itself
+        return Payload([data], lambda: None, time.perf_counter() - begin)  # torch keeps the device's memory itself
 
     def _check(self) -> None:
         if self._closed.is_set():

@@ -55,6 +55,9 @@ _CREDENTIALS = struct.Struct("3i")
 class _End:
     """One end of a link. One thread uses it; any thread may close it, or free a payload."""
 
+    in_place = False
+    """What arrives lies in the source's memory: importing it is the only copy."""
+
     def __init__(self, name: str, sock: socket.socket, ends: OpenEnds) -> None:
         """Takes over `sock` and registers with `ends`."""
         self._name = name
@@ -235,8 +238,8 @@ class _End:
             raise ValueError(f"{size} bytes in pieces {sizes} at {begins} of {memory.size} bytes")
         return Payload(pieces, free, seconds, partial(buffer.moved, size)), header
 
-    def receive_payload(self, timeout_s: float) -> Payload:
-        del timeout_s  # it is here already
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
+        del timeout_s, into  # it is here already
         payload, self._unread = self._unread, None
         if payload is None:
             raise LinkClosed(f"{self._name}: no header before the payload")

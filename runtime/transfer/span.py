@@ -13,12 +13,12 @@ MAX_GATHERED = 2
 """What `read` has gathered of late and stays as it is."""
 
 
-def runs(block_ids: Sequence[BlockId]) -> list[tuple[int, BlockId, int]]:
-    """Consecutive ids in a row: place in the list, first id, count."""
+def runs(block_ids: Sequence[BlockId], beside: Sequence[BlockId] = ()) -> list[tuple[int, BlockId, int]]:
+    """Consecutive ids in a row, where those `beside` them are too: place in the list, first id, count."""
     found: list[tuple[int, BlockId, int]] = []
     begin = 0
     for i in range(1, len(block_ids) + 1):
-        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1:
+        if i == len(block_ids) or block_ids[i] != block_ids[i - 1] + 1 or (beside and beside[i] != beside[i - 1] + 1):
             found.append((begin, block_ids[begin], i - begin))
             begin = i
     return found
@@ -35,12 +35,14 @@ class HeadSpan:
             raise InvariantBroken(f"block storage must be contiguous with 6 dimensions, not {tuple(blocks.shape)}")
         self._bytes = blocks.view(torch.uint8).flatten(4)[:, :, :, heads[0] : heads[1]]
         self._array = None if blocks.is_cuda else self._bytes.numpy()
-        self._whole = self._bytes.is_contiguous()
+        self._flat = self._bytes.view(-1) if self._bytes.is_contiguous() else None
         self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(MAX_GATHERED)]
         self.block_bytes = self._bytes[0].numel()
 
-    def read(self, block_ids: list[BlockId], device: torch.device) -> list[torch.Tensor]:
-        """Pieces in a row, 1-d uint8 on `device`: of whole blocks, views of the storage.
+    def read(
+        self, block_ids: list[BlockId], device: torch.device, beside: Sequence[BlockId] = ()
+    ) -> list[torch.Tensor]:
+        """Pieces in a row, 1-d uint8 on `device`: of whole blocks, views of the storage, cut where ids `beside` are.
 
         Valid until `MAX_GATHERED` more calls.
         """
@@ -48,8 +50,8 @@ class HeadSpan:
             gathered = self._bytes[torch.tensor(block_ids, device=self._bytes.device)].reshape(-1).to(device)
             torch.cuda.current_stream().synchronize()
             return [gathered]
-        if self._whole and device == self._bytes.device:
-            return [self._bytes[first : first + count].view(-1) for _, first, count in runs(block_ids)]
+        if self._flat is not None and device == self._bytes.device:
+            return self._pieces(runs(block_ids, beside))
         size = len(block_ids) * self.block_bytes
         scratch = self._scratch.pop(0)
         if scratch.numel() < size:
@@ -59,6 +61,15 @@ class HeadSpan:
         for place, first, count in runs(block_ids):
             rows[place : place + count] = self._array[first : first + count]
         return [scratch[:size].to(device)]
+
+    def places(self, block_ids: list[BlockId]) -> list[torch.Tensor]:
+        """The storage of whole blocks as pieces in a row; none where a block is not one contiguous span in memory."""
+        return [] if self._array is None or self._flat is None else self._pieces(runs(block_ids))
+
+    def _pieces(self, found: list[tuple[int, BlockId, int]]) -> list[torch.Tensor]:
+        assert self._flat is not None
+        size = self.block_bytes
+        return [self._flat[first * size : (first + count) * size] for _, first, count in found]
 
     def write(self, block_ids: list[BlockId], pieces: Sequence[torch.Tensor]) -> None:
         """Mutates the storage. `pieces`: what `read` gave, cut between any blocks, on any device."""

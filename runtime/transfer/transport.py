@@ -91,13 +91,21 @@ class SendEnd(Protocol):
 
 
 class ReceiveEnd(Protocol):
-    def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
-        """The next message's header and payload size in bytes; `None` if nothing came in time. Raises `LinkClosed`."""
+    @property
+    def in_place(self) -> bool:
+        """Whether `receive_payload` can be told where to write."""
 
-    def receive_payload(self, timeout_s: float) -> Payload:
+    def receive_header(self, timeout_s: float) -> tuple[bytes, int] | None:
+        """The next message's header and payload size in bytes. Raises `LinkClosed`.
+
+        `None`: nothing came in time, ask again. Where a wait that ends would close the link, it goes on.
+        """
+
+    def receive_payload(self, timeout_s: float, into: Sequence[torch.Tensor] = ()) -> Payload:
         """Must follow each header. Outlives the end.
 
-        Raises `LinkClosed`, also when the time is over: the stream has no borders any more.
+        `into`: where to write it, of its size, as `send`'s pieces; written until this has returned or raised, and not
+        any more. Raises `LinkClosed`, also when the time is over: the stream has no borders any more.
         """
 
     def close(self) -> None:

@@ -74,6 +74,10 @@ class InboundMachine(RuleBasedStateMachine):
         self.num_sent: Counter[Key] = Counter()
         self.num_sent_blocks: Counter[Key] = Counter()
         self.planned: list[Import] = []
+        self.granted: dict[Key, set[BlockId]] = {}
+        """Blocks that links of a rank may write."""
+        self.holding = 0
+        """How many rules more the next plan takes."""
         self.events: dict[Key, TransferState] = {}
 
     def current(self, transfer_id: TransferId) -> Twin | None:
@@ -228,6 +232,7 @@ class InboundMachine(RuleBasedStateMachine):
         assert {route for _, route in staged} == ROUTES, "a discard has taken the payload of a planned import"
         assert all(block_id in self.pool.pending for block_id in planned.block_ids), "the copy hits a freed block"
         self.staged[key] -= staged
+        self.granted.get(key, set()).difference_update(planned.block_ids)
         names = [self.pool.pending[block_id] for block_id in planned.block_ids]
         for _ in range(1 + twice):
             self.ledger.imported(planned)
@@ -274,6 +279,11 @@ class InboundMachine(RuleBasedStateMachine):
             if twin.deadline_ns <= self.now and not twin.gone:
                 self.finish(twin, TransferState.EXPIRED, release=True)
 
+    @rule(rules=st.integers(1, 4))
+    def compute(self, rules: int) -> None:
+        """A step takes longer."""
+        self.holding = rules
+
     @rule(transfer_ids=st.lists(IDS, max_size=3))
     def renew(self, transfer_ids: list[TransferId]) -> None:
         self.ledger.renew(transfer_ids, 4.0, self.now)
@@ -308,12 +318,9 @@ class InboundMachine(RuleBasedStateMachine):
             assert (event.num_blocks, event.num_bytes) == (len(twin.arrived), twin.num_bytes)
             assert event.end_ns == self.now
         assert self.events == {key: twin.over for key, twin in self.twins.items() if twin.over}
-        for discard in self.ledger.take_discards():
-            key = discard.transfer_id, discard.attempt
-            assert all((planned.transfer_id, planned.attempt) != key for planned in self.planned)
-            self.staged.pop(key, None)
-            if key in self.twins:
-                self.discarded.add(key)
+        self.holding -= 1
+        if self.holding < 0:
+            self.plan()
         for transfer_id in "abc":
             twin = self.current(TransferId(transfer_id))
             assert self.ledger.is_waiting(TransferId(transfer_id)) == (twin is not None and twin.over is None)
@@ -324,6 +331,29 @@ class InboundMachine(RuleBasedStateMachine):
                 held = self.ledger.references()
                 assert all(held[block_id] for block_id in twin.pinned), f"{key} lost its pins before it was released"
 
+    def plan(self) -> None:
+        """What ranks do before any row of the next step."""
+        for discard in self.ledger.take_discards():
+            key = discard.transfer_id, discard.attempt
+            assert all((planned.transfer_id, planned.attempt) != key for planned in self.planned)
+            self.staged.pop(key, None)
+            self.granted.pop(key, None)
+            if key in self.twins:
+                self.discarded.add(key)
+        grants, revokes = self.ledger.take_grants()
+        for revoke in revokes:
+            self.granted.get((revoke.transfer_id, revoke.attempt), set()).difference_update(revoke.block_ids)
+        for grant in grants:
+            assert (grant.transfer_id, grant.attempt) not in self.granted
+            self.granted[grant.transfer_id, grant.attempt] = set(grant.block_ids)
+        for key, block_ids in self.granted.items():
+            twin = self.twins[key]
+            assert block_ids <= twin.wanted - twin.arrived, "a link writes blocks that the transfer has given back"
+            names = {block.block_id: block.hash for block in twin.ticket.missing}
+            assert all(self.pool.pending[block_id] == names[block_id] for block_id in block_ids)
+            assert twin.over is None or not block_ids
+        assert sum(map(len, self.granted.values())) == len(set().union(*self.granted.values()))
+
     def teardown(self) -> None:
         for planned in self.planned:
             self.run(planned)
@@ -333,7 +363,9 @@ class InboundMachine(RuleBasedStateMachine):
         for report in self.wire:
             self.receive(report)
         self.agrees()
+        self.plan()
         assert self.ledger.ids() == []
+        assert not any(self.granted.values())
         assert not self.pool.references
         assert not self.pool.pending
         assert not any(self.staged.values()), "ranks keep payloads that nobody will fetch or discard"
