@@ -18,9 +18,10 @@ from functools import reduce
 from operator import xor
 from typing import NamedTuple
 
-from kvferry.cluster.holders import HolderTable, bits, longest_runs
+from kvferry.cluster.holders import bits, longest_runs
 from kvferry.cluster.kv_events import digest_bytes
 from kvferry.cluster.messages import KvEvents
+from kvferry.cluster.native_holders import holder_table
 from kvferry.runtime.ids import BlockHash, Peer
 
 MAX_PENDING_FRAMES = 4096
@@ -62,7 +63,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._peers: dict[Peer, _Entries] = {}
-        self._table = HolderTable()
+        self._table = holder_table()
         self._owners: dict[int, Peer] = {}
         self._names: dict[int, tuple[Peer, ...]] = {}
         self._expected: dict[BlockHash, tuple[_Expected, ...]] = {}
@@ -123,7 +124,7 @@ class PrefixIndex:
         entries.bit = 0
 
     # ------------------------------------------------------------ what routing asks
-    def expect(self, peer: Peer, hashes: Iterable[BlockHash], now_ns: int, until_ns: int) -> None:
+    def expect(self, peer: Peer, hashes: Sequence[BlockHash], now_ns: int, until_ns: int) -> None:
         """Books blocks that a routed request will make appear at `peer`; they count as held until `until_ns`."""
         self._expire(now_ns)
         entries, all_expected = self._entries(peer), self._expected
@@ -150,27 +151,30 @@ class PrefixIndex:
         """
         if num_window is not None:
             return self._find_runs(hashes, now_ns, num_window)
-        shards, expected = self._table.shards, self._expected
-        hits = held = self._table.live
+        table, expected = self._table, self._expected
+        hits = held = table.live
         hit_ends, held_ends = list[tuple[int, int]](), list[tuple[int, int]]()
-        for i, block_hash in enumerate(hashes):
-            holders = shards[block_hash[0]].get(block_hash, 0)
-            if hits & holders == hits:
-                continue  # for most blocks; then all of `held` have it as well
-            left = hits & holders
-            for until_ns, entries in expected.get(block_hash, ()):
-                if until_ns > now_ns:
-                    left |= hits & entries.bit
-            if left != hits:
-                hit_ends.append((hits, i))
-                hits = left
-            left = held & holders
-            if left != held:
-                held_ends.append((held, i))
-                held = left
-            if not hits:
-                break
-        else:
+        begin = 0
+        while hits and begin < len(hashes):
+            for end, holders in table.runs(hashes, begin):
+                if hits & holders != hits:
+                    if (left := held & holders) != held:
+                        held_ends.append((held, begin))
+                        held = left
+                    for i in range(begin, end):  # what is expected may differ from block to block
+                        left = hits & holders
+                        for until_ns, entries in expected.get(hashes[i], ()):
+                            if until_ns > now_ns:
+                                left |= hits & entries.bit
+                        if left != hits:
+                            hit_ends.append((hits, i))
+                            hits = left
+                            if hits & holders == hits:
+                                break
+                    if not hits:
+                        break
+                begin = end
+        if hits:
             hit_ends.append((hits, len(hashes)))
             held_ends.append((held, len(hashes)))
         found = self._depths(hit_ends)
@@ -251,11 +255,12 @@ class PrefixIndex:
             self._keep_expected(hashes, lambda e: e[0] > now_ns)
 
     def _find_runs(self, hashes: Sequence[BlockHash], now_ns: int, num_window: int) -> Prefixes:
-        live, shards, expected = self._table.live, self._table.shards, self._expected
+        table, expected = self._table, self._expected
         held, hits = list[int](), list[int]()
-        for block_hash in hashes:
-            holders = shards[block_hash[0]].get(block_hash, 0) & live
-            held.append(holders)
+        while len(held) < len(hashes):
+            for end, holders in table.runs(hashes, len(held)):
+                held += [holders & table.live] * (end - len(held))
+        for block_hash, holders in zip(hashes, held, strict=True):
             for until_ns, entries in expected.get(block_hash, ()):
                 if until_ns > now_ns:
                     holders |= entries.bit
