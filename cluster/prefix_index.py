@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import xor
 from typing import NamedTuple
@@ -28,8 +28,8 @@ MAX_PENDING_FRAMES = 4096
 """Frames kept for replay after a snapshot that is on its way; more than that and the next snapshot is used."""
 EXPIRED_PER_CALL = 8
 """Bookings that one call of `expect` clears away; each call adds one."""
-MAX_NAMED_SETS = 65_536
-"""Sets of groups whose names are remembered; beyond that they are found anew."""
+MAX_PARTS = 1024
+"""Answers for a set of groups and a depth that are remembered; beyond that they are made anew."""
 
 
 class _Entries:
@@ -52,9 +52,9 @@ _Expected = tuple[int, _Entries]
 class Prefixes(NamedTuple):
     """Leading blocks of a prompt per group; groups without any are left out."""
 
-    hits: dict[Peer, int]
+    hits: Mapping[Peer, int]
     """That it holds or is about to hold."""
-    held: dict[Peer, int]
+    held: Mapping[Peer, int]
     """That it holds: what it could send now."""
 
 
@@ -65,7 +65,8 @@ class PrefixIndex:
         self._peers: dict[Peer, _Entries] = {}
         self._table = holder_table()
         self._owners: dict[int, Peer] = {}
-        self._names: dict[int, tuple[Peer, ...]] = {}
+        self._parts: dict[tuple[int, int], dict[Peer, int]] = {}
+        """By set of groups and depth. Given out as they are, so nobody may change them."""
         self._expected: dict[BlockHash, tuple[_Expected, ...]] = {}
         """Blocks with the same expectations share one tuple. Some may have passed."""
         self._expiries: list[tuple[int, int, list[BlockHash]]] = []
@@ -182,7 +183,7 @@ class PrefixIndex:
 
     def longest_prefix(
         self, hashes: Sequence[BlockHash], now_ns: int, num_window: int | None = None
-    ) -> dict[Peer, int]:
+    ) -> Mapping[Peer, int]:
         """How many leading blocks each group holds or is about to hold; groups without any are left out."""
         return self.find(hashes, now_ns, num_window).hits
 
@@ -205,7 +206,7 @@ class PrefixIndex:
     def _new_bit(self, peer: Peer) -> int:
         bit = self._table.new_holder()
         self._owners[bit] = peer
-        self._names.clear()  # the bit may have been another's
+        self._parts.clear()  # the bit may have been another's
         return bit
 
     def _clear(self, peer: Peer, entries: _Entries) -> None:
@@ -271,25 +272,18 @@ class PrefixIndex:
     def _owned(self, runs: dict[int, int]) -> dict[Peer, int]:
         return {self._owners[bit]: n for bit, n in runs.items()}
 
-    def _depths(self, ends: list[tuple[int, int]]) -> dict[Peer, int]:
+    def _depths(self, ends: list[tuple[int, int]]) -> Mapping[Peer, int]:
         """`ends`: groups and the block that some of them lack, deeper and deeper: who goes on is overwritten."""
         found = dict[Peer, int]()
-        for holders, i in ends:
-            if i and holders:
-                part = dict.fromkeys(self._named(holders), i)
-                if found:
-                    found |= part
-                else:
-                    found = part
+        for end in ends:
+            part = self._parts.get(end)
+            if part is None:
+                if len(self._parts) >= MAX_PARTS:
+                    self._parts.clear()
+                holders, i = end
+                part = self._parts[end] = dict.fromkeys([self._owners[bit] for bit in bits(holders)], i) if i else {}
+            found = found | part if found else part
         return found
-
-    def _named(self, holders: int) -> tuple[Peer, ...]:
-        names = self._names.get(holders)
-        if names is None:
-            if len(self._names) > MAX_NAMED_SETS:
-                self._names.clear()
-            names = self._names[holders] = tuple(self._owners[bit] for bit in bits(holders))
-        return names
 
     def check_invariants(self) -> None:
         """Recomputes every derived value. For tests and audits."""
