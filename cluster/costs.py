@@ -74,11 +74,12 @@ class Work(NamedTuple):
         near, least_tokens, least_s = list[Cost](), self.least_tokens, self.least_prefill_s
         steps, n = float(self.num_steps), float(self.num_sequences)  # floats alone are multiplied faster
         for price in prices:
-            if least_s + steps * price.alone_s > limit_s:
+            least_decode_s = steps * price.alone_s
+            if least_s + least_decode_s > limit_s:
                 break
-            decode_s = steps * (price.step_s + n * price.join_s)
-            if price.queue_s + least_tokens * price.token_s + decode_s > limit_s:
+            if price.queue_s + least_tokens * price.token_s + least_decode_s > limit_s:
                 continue
+            decode_s = steps * (price.step_s + n * price.join_s)
             cost_s = self._first_s(price) + decode_s
             if cost_s <= limit_s:
                 near.append((cost_s, price))
@@ -96,7 +97,8 @@ class Work(NamedTuple):
         for price in prices:
             if TRANSFER_LATENCY_S + steps * price.alone_s > limit_s:
                 break
-            ferry_s = price.ferry_s(num_blocks - hits.get(price.peer, 0))
+            num = num_blocks - hits.get(price.peer, 0)
+            ferry_s = num * price.block_s if price.is_plain else price.ferry_s(num)
             cost_s = TRANSFER_LATENCY_S + ferry_s + steps * (price.step_s + n * price.join_s)
             if cost_s <= limit_s:
                 near.append((cost_s, price))

@@ -64,7 +64,7 @@ class NativeTable(HolderTable):
         return list(hashes) if num_changed == num else list(compress(hashes, changed.raw))
 
     def runs(self, hashes: Sequence[BlockHash], begin: int) -> list[tuple[int, int]]:
-        part = hashes[begin : begin + LOOKUPS]
+        part = hashes[begin : begin + LOOKUPS] if begin or len(hashes) > LOOKUPS else hashes
         num, words = len(part), self._num_words
         num_runs = self._code.kvferry_holders_runs(
             self._table, _joined(part), num, begin, words, self._ends_at, self._sets_at
