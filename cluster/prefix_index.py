@@ -28,6 +28,8 @@ MAX_PENDING_FRAMES = 4096
 """Frames kept for replay after a snapshot that is on its way; more than that and the next snapshot is used."""
 EXPIRED_PER_CALL = 8
 """Bookings that one call of `expect` clears away; each call adds one."""
+FEW = 4
+"""Groups that are named anew each time."""
 MAX_PARTS = 1024
 """Answers for a set of groups and a depth that are remembered; beyond that they are made anew."""
 
@@ -275,15 +277,21 @@ class PrefixIndex:
     def _depths(self, ends: list[tuple[int, int]]) -> Mapping[Peer, int]:
         """`ends`: groups and the block that some of them lack, deeper and deeper: who goes on is overwritten."""
         found = dict[Peer, int]()
-        for end in ends:
-            part = self._parts.get(end)
-            if part is None:
-                if len(self._parts) >= MAX_PARTS:
-                    self._parts.clear()
-                holders, i = end
-                part = self._parts[end] = dict.fromkeys([self._owners[bit] for bit in bits(holders)], i) if i else {}
-            found = found | part if found else part
+        for holders, i in ends:
+            if i:
+                part = self._part(holders, i)
+                found = found | part if found else part
         return found
+
+    def _part(self, holders: int, depth: int) -> dict[Peer, int]:
+        if holders.bit_count() <= FEW:  # there are too many different ones to remember them
+            return {self._owners[bit]: depth for bit in bits(holders)}
+        part = self._parts.get((holders, depth))
+        if part is None:
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            part = self._parts[holders, depth] = {self._owners[bit]: depth for bit in bits(holders)}
+        return part
 
     def check_invariants(self) -> None:
         """Recomputes every derived value. For tests and audits."""
