@@ -128,9 +128,9 @@ class Admission:
         best, num_tokens = homes, demand.num_tokens + 1
         if num_tokens > roster.least_context:
             best = [p for p in homes if num_tokens <= p.max_context] or homes  # could ever hold one of them
-        if new:
-            num_blocks = float(self._router.num_blocks(demand, homes[0].member, {}))  # without hits it takes the most
-            num_sequences = float(demand.num_sequences)
+        num_blocks = float(self._router.num_blocks(demand, homes[0].member, {}))  # without hits it takes the most
+        num_sequences = float(demand.num_sequences)
+        if new and (num_blocks > roster.least_room_blocks or num_sequences > roster.least_room_sequences):
             best = [
                 p
                 for p in best

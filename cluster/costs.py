@@ -1,6 +1,7 @@
 """What a request costs on each group: the parts of the sum that `router.py` explains, from today's prices.
 
-Of a large fleet only those groups are weighed that may turn out the cheapest: each has a bound, which is what it would
+Of a large fleet only those groups are weighed that may turn out the cheapest. They come in the order of a part of their
+cost, so that all others are passed over once that part alone is too much; and each has a bound, which is what it would
 cost with the longest prefix that any group has or can be sent. Bounds are computed as the costs are, with a smaller
 factor, so rounding cannot put them above.
 """
@@ -44,54 +45,76 @@ class Work(NamedTuple):
     """Of these, the usable ones."""
     least_gain_s: float
     """A fetch that gains less is not worth it."""
+    least_tokens: float
+    """To compute, wherever that is."""
+    least_prefill_s: float
+    """Of these, on the fastest group."""
 
-    def decodes(self, prices: list[Price]) -> list[Cost]:
-        """Seconds of decode, on each."""
-        steps, n = float(self.num_steps), float(self.num_sequences)  # floats alone are multiplied faster
-        return [(steps * (p.step_s + n * p.join_s), p) for p in prices]
-
-    def firsts(self, then: Iterable[Cost], limit_s: float = math.inf) -> list[Cost]:
-        """Seconds of queue, fetch, prefill and stall, and what comes then, on each that may be the cheapest.
+    def firsts(self, prices: Iterable[Price], limit_s: float = math.inf) -> list[Cost]:
+        """Seconds of queue, fetch, prefill and stall on each that may be the cheapest. `prices`: by `queue_s`.
 
         None of more than `limit_s`; all others within a grain of the least.
         """
-        hits, size, usable, num_tokens, most = self.hits, self.size, self.usable, self.num_tokens, self.most_fetched
-        left, least_gain_s = num_tokens - most * size, self.least_gain_s
-        least_tokens = float(num_tokens - max(most, min(self.deepest, usable)) * size)
-        near = []
-        for then_s, price in then:
-            queue_s, token_s = price.queue_s, price.token_s
-            if queue_s + least_tokens * token_s + then_s > limit_s:
+        near, least_tokens, least_s = list[Cost](), self.least_tokens, self.least_prefill_s
+        for price in prices:
+            queue_s = price.queue_s
+            if queue_s + least_s > limit_s:
+                break
+            if queue_s + least_tokens * price.token_s > limit_s:
                 continue
-            num_hits = hits.get(price.peer, 0)
-            if num_hits > usable:
-                num_hits = usable
-            cost_s = queue_s + (num_tokens - num_hits * size) * token_s
-            if num_hits < most:  # fetch and queue go on at once
-                num = most - num_hits
-                fetch_s = TRANSFER_LATENCY_S + (num * price.block_s if price.is_plain else price.ferry_s(num))
-                fetched_s = (fetch_s if fetch_s > queue_s else queue_s) + left * token_s
-                if cost_s - fetched_s > least_gain_s:
-                    cost_s = fetched_s
-            cost_s += then_s
+            cost_s = self._first_s(price)
             if cost_s <= limit_s:
                 near.append((cost_s, price))
                 if cost_s + COST_GRAIN_S < limit_s:
                     limit_s = cost_s + COST_GRAIN_S
         return near
 
-    def seconds(self, decodes: Iterable[Cost]) -> list[Cost]:
-        """Seconds of transfer and decode, on each that may be the cheapest: all within a grain of the least."""
-        hits, num_blocks, limit_s = self.hits, self.num_blocks, math.inf
-        near = []
-        for decode_s, price in decodes:
-            if TRANSFER_LATENCY_S + decode_s > limit_s:
+    def wholes(self, prices: Iterable[Price], limit_s: float = math.inf) -> list[Cost]:
+        """As `firsts`, with the seconds of decode. `prices`: by `alone_s`."""
+        near, least_tokens, least_s = list[Cost](), self.least_tokens, self.least_prefill_s
+        steps, n = float(self.num_steps), float(self.num_sequences)  # floats alone are multiplied faster
+        for price in prices:
+            least_decode_s = steps * price.alone_s
+            if least_s + least_decode_s > limit_s:
+                break
+            if price.queue_s + least_tokens * price.token_s + least_decode_s > limit_s:
                 continue
-            num = num_blocks - hits.get(price.peer, 0)
-            ferry_s = num * price.block_s if price.is_plain else price.ferry_s(num)
-            cost_s = TRANSFER_LATENCY_S + ferry_s + decode_s
+            decode_s = steps * (price.step_s + n * price.join_s)
+            cost_s = self._first_s(price) + decode_s
             if cost_s <= limit_s:
                 near.append((cost_s, price))
                 if cost_s + COST_GRAIN_S < limit_s:
                     limit_s = cost_s + COST_GRAIN_S
         return near
+
+    def seconds(self, prices: Iterable[Price]) -> list[Cost]:
+        """Seconds of transfer and decode on each that may be the cheapest: all within a grain of the least.
+
+        `prices`: by `alone_s`.
+        """
+        near, hits, num_blocks, limit_s = list[Cost](), self.hits, self.num_blocks, math.inf
+        steps, n = float(self.num_steps), float(self.num_sequences)
+        for price in prices:
+            if TRANSFER_LATENCY_S + steps * price.alone_s > limit_s:
+                break
+            num = num_blocks - hits.get(price.peer, 0)
+            ferry_s = num * price.block_s if price.is_plain else price.ferry_s(num)
+            cost_s = TRANSFER_LATENCY_S + ferry_s + steps * (price.step_s + n * price.join_s)
+            if cost_s <= limit_s:
+                near.append((cost_s, price))
+                if cost_s + COST_GRAIN_S < limit_s:
+                    limit_s = cost_s + COST_GRAIN_S
+        return near
+
+    def _first_s(self, price: Price) -> float:
+        num_hits, queue_s, token_s = self.hits.get(price.peer, 0), price.queue_s, price.token_s
+        if num_hits > self.usable:
+            num_hits = self.usable
+        cost_s = queue_s + (self.num_tokens - num_hits * self.size) * token_s
+        most = self.most_fetched
+        if num_hits < most:  # fetch and queue go on at once
+            fetch_s = TRANSFER_LATENCY_S + price.ferry_s(most - num_hits)
+            fetched_s = max(fetch_s, queue_s) + (self.num_tokens - most * self.size) * token_s
+            if cost_s - fetched_s > self.least_gain_s:
+                cost_s = fetched_s
+        return cost_s

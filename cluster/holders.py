@@ -1,15 +1,17 @@
 """Who holds a block: a map from block hash to a set of holders, each of which is one bit of an integer.
 
-Most blocks are held by few groups, and few different sets occur; equal sets are one object. A block costs a dict entry
-and its 16 bytes, some 110 bytes in all, and nothing that the garbage collector visits. The map is cut into shards by
-the hash's first byte, because a dict grows in one go: a shard of 16 000 blocks in a fraction of a millisecond.
+Most blocks are held by few groups. The map is cut into shards by the hash's first byte, because it grows by copying: a
+shard of 16 000 blocks takes a fraction of a millisecond. `holder_table` makes the one in C++ (`native_holders.py`, some
+40 bytes per block) where that was compiled, else the one below.
 
     bit ── `new_holder` ──▶ in use ── `retire` ──▶ stays in the map, masked by `live` ── all shards swept ──▶ free
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from kvferry.runtime.ids import BlockHash
 
@@ -18,20 +20,20 @@ MAX_SHARED_SETS = 65_536
 """Different sets that are remembered for sharing; beyond that they are found anew."""
 SWEPT_PER_CALL = 8192
 """Blocks that one call of `sweep` looks at, about; some tenths of a millisecond."""
+LOOKUPS = 64
+"""Blocks that one call of `runs` looks at, at most: most prompts as a whole, and of a long one little in vain."""
 
 
-class HolderTable:
-    """Lookups read `shards[block_hash[0]].get(block_hash, 0) & live` themselves: a call each would double the cost."""
+class HolderTable(ABC):
+    """Which bits are in use. The map itself is the subclass's."""
 
     def __init__(self) -> None:
-        self.shards: list[dict[BlockHash, int]] = [{} for _ in range(NUM_SHARDS)]
         self.live = 0
-        """All bits in use. Others may still stand in the shards."""
+        """All bits in use. Others may still stand in the map."""
         self._retired = 0
         self._swept = 0
         """Bits that the present round of `sweep` takes out."""
         self._next_shard = 0
-        self._sets: dict[int, int] = {}
 
     # ------------------------------------------------------------ holders
     def new_holder(self) -> int:
@@ -52,18 +54,78 @@ class HolderTable:
             self._swept, self._retired = self._retired, 0
         num_seen = 0
         while self._swept and num_seen < SWEPT_PER_CALL:
-            shard, gone = self.shards[self._next_shard], self._swept
-            for block_hash in [h for h, holders in shard.items() if holders & gone]:
-                self._put(shard, block_hash, shard[block_hash] & ~gone)
-            num_seen += len(shard) + 1
+            num_seen += self._sweep_shard(self._next_shard, self._swept) + 1
             self._next_shard += 1
             if self._next_shard == NUM_SHARDS:
                 self._next_shard = self._swept = 0
 
     # ------------------------------------------------------------ blocks
-    def add(self, bit: int, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+    @abstractmethod
+    def add(self, bit: int, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """Returns those that were not held by it before."""
-        added, shards, put = list[BlockHash](), self.shards, self._put
+
+    @abstractmethod
+    def discard(self, bit: int, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Returns those that were held by it before."""
+
+    @abstractmethod
+    def runs(self, hashes: Sequence[BlockHash], begin: int) -> list[tuple[int, int]]:
+        """Whose the hashes from `begin` on are: runs of them that the same holders have. At least one hash, at most
+        `LOOKUPS`.
+
+        Returns `(end of the run, set of holders)`; in the sets may be bits that are not `live`.
+        """
+
+    @abstractmethod
+    def shard(self, number: int) -> dict[BlockHash, int]:
+        """A copy of all that stands there; slow."""
+
+    @abstractmethod
+    def _held_in(self, number: int, bit: int) -> list[BlockHash]:
+        """Of a shard."""
+
+    @abstractmethod
+    def _sweep_shard(self, number: int, gone: int) -> int:
+        """Returns how many blocks it had."""
+
+    def missing(self, bit: int, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Those that it does not hold."""
+        missing, begin = list[BlockHash](), 0
+        while begin < len(hashes):
+            for end, holders in self.runs(hashes, begin):
+                if not holders & bit:
+                    missing += hashes[begin:end]
+                begin = end
+        return missing
+
+    def held(self, bit: int) -> Iterator[BlockHash]:
+        """Walks through all blocks of all holders: for snapshots' audits and tests."""
+        for number in range(NUM_SHARDS):
+            yield from self._held_in(number, bit)
+
+    def check_invariants(self) -> None:
+        known = self.live | self._retired | self._swept
+        assert not self.live & (self._retired | self._swept), "a bit is in use and retired"
+        for i in range(NUM_SHARDS):
+            swept = self._swept if i < self._next_shard else 0
+            for block_hash, holders in self.shard(i).items():
+                assert block_hash[0] == i, f"{block_hash.hex()} stands in shard {i}"
+                assert holders, f"{block_hash.hex()} is held by nobody"
+                assert not holders & ~known, f"{block_hash.hex()} is held by a bit that is free"
+                assert not holders & swept, f"{block_hash.hex()} kept a bit that was swept"
+
+
+class DictTable(HolderTable):
+    """Few different sets occur, and equal ones are one object. A block costs a dict entry and its 16 bytes, some 110 in
+    all, and nothing that the garbage collector visits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shards: list[dict[BlockHash, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._sets: dict[int, int] = {}
+
+    def add(self, bit: int, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        added, shards, put = list[BlockHash](), self._shards, self._put
         for block_hash in hashes:
             shard = shards[block_hash[0]]
             holders = shard.get(block_hash, 0)
@@ -72,9 +134,8 @@ class HolderTable:
                 added.append(block_hash)
         return added
 
-    def discard(self, bit: int, hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """Returns those that were held by it before."""
-        removed, shards, put = list[BlockHash](), self.shards, self._put
+    def discard(self, bit: int, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        removed, shards, put = list[BlockHash](), self._shards, self._put
         for block_hash in hashes:
             shard = shards[block_hash[0]]
             holders = shard.get(block_hash, 0)
@@ -83,36 +144,37 @@ class HolderTable:
                 removed.append(block_hash)
         return removed
 
-    def missing(self, bit: int, hashes: Iterable[BlockHash]) -> list[BlockHash]:
-        """Those that it does not hold."""
-        shards = self.shards
-        return [h for h in hashes if not shards[h[0]].get(h, 0) & bit]
+    def runs(self, hashes: Sequence[BlockHash], begin: int) -> list[tuple[int, int]]:
+        shards, found, before, i = self._shards, list[tuple[int, int]](), -1, begin
+        for i, block_hash in enumerate(islice(hashes, begin, begin + LOOKUPS), begin):
+            holders = shards[block_hash[0]].get(block_hash, 0)
+            if holders != before:
+                if i > begin:
+                    found.append((i, before))
+                before = holders
+        found.append((i + 1, before))
+        return found
 
-    def held(self, bit: int) -> Iterator[BlockHash]:
-        """Walks through all blocks of all holders: for snapshots' audits and tests."""
-        for shard in self.shards:
-            for block_hash, holders in shard.items():
-                if holders & bit:
-                    yield block_hash
+    def shard(self, number: int) -> dict[BlockHash, int]:
+        return dict(self._shards[number])
+
+    def _held_in(self, number: int, bit: int) -> list[BlockHash]:
+        return [block_hash for block_hash, holders in self._shards[number].items() if holders & bit]
+
+    def _sweep_shard(self, number: int, gone: int) -> int:
+        shard = self._shards[number]
+        num_seen = len(shard)
+        for block_hash in [h for h, holders in shard.items() if holders & gone]:
+            self._put(shard, block_hash, shard[block_hash] & ~gone)
+        return num_seen
 
     def _put(self, shard: dict[BlockHash, int], block_hash: BlockHash, holders: int) -> None:
-        if not holders & (self.live | self._retired):
+        if not holders:
             shard.pop(block_hash, None)
             return
         if len(self._sets) > MAX_SHARED_SETS:
             self._sets.clear()
         shard[block_hash] = self._sets.setdefault(holders, holders)
-
-    def check_invariants(self) -> None:
-        known = self.live | self._retired | self._swept
-        assert not self.live & (self._retired | self._swept), "a bit is in use and retired"
-        for i, shard in enumerate(self.shards):
-            swept = self._swept if i < self._next_shard else 0
-            for block_hash, holders in shard.items():
-                assert block_hash[0] == i, f"{block_hash.hex()} stands in shard {i}"
-                assert holders, f"{block_hash.hex()} is held by nobody"
-                assert not holders & ~known, f"{block_hash.hex()} is held by a bit that is free"
-                assert not holders & swept, f"{block_hash.hex()} kept a bit that was swept"
 
 
 def bits(holders: int) -> Iterator[int]:

@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import xor
 from typing import NamedTuple
 
-from kvferry.cluster.holders import HolderTable, bits, longest_runs
+from kvferry.cluster.holders import bits, longest_runs
 from kvferry.cluster.kv_events import digest_bytes
 from kvferry.cluster.messages import KvEvents
+from kvferry.cluster.native_holders import holder_table
 from kvferry.runtime.ids import BlockHash, Peer
 
 MAX_PENDING_FRAMES = 4096
 """Frames kept for replay after a snapshot that is on its way; more than that and the next snapshot is used."""
 EXPIRED_PER_CALL = 8
 """Bookings that one call of `expect` clears away; each call adds one."""
-MAX_NAMED_SETS = 65_536
-"""Sets of groups whose names are remembered; beyond that they are found anew."""
+FEW = 4
+"""Groups that are named anew each time."""
+MAX_PARTS = 1024
+"""Answers for a set of groups and a depth that are remembered; beyond that they are made anew."""
 
 
 class _Entries:
@@ -51,9 +54,9 @@ _Expected = tuple[int, _Entries]
 class Prefixes(NamedTuple):
     """Leading blocks of a prompt per group; groups without any are left out."""
 
-    hits: dict[Peer, int]
+    hits: Mapping[Peer, int]
     """That it holds or is about to hold."""
-    held: dict[Peer, int]
+    held: Mapping[Peer, int]
     """That it holds: what it could send now."""
 
 
@@ -62,9 +65,10 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._peers: dict[Peer, _Entries] = {}
-        self._table = HolderTable()
+        self._table = holder_table()
         self._owners: dict[int, Peer] = {}
-        self._names: dict[int, tuple[Peer, ...]] = {}
+        self._parts: dict[tuple[int, int], dict[Peer, int]] = {}
+        """By set of groups and depth. Given out as they are, so nobody may change them."""
         self._expected: dict[BlockHash, tuple[_Expected, ...]] = {}
         """Blocks with the same expectations share one tuple. Some may have passed."""
         self._expiries: list[tuple[int, int, list[BlockHash]]] = []
@@ -123,7 +127,7 @@ class PrefixIndex:
         entries.bit = 0
 
     # ------------------------------------------------------------ what routing asks
-    def expect(self, peer: Peer, hashes: Iterable[BlockHash], now_ns: int, until_ns: int) -> None:
+    def expect(self, peer: Peer, hashes: Sequence[BlockHash], now_ns: int, until_ns: int) -> None:
         """Books blocks that a routed request will make appear at `peer`; they count as held until `until_ns`."""
         self._expire(now_ns)
         entries, all_expected = self._entries(peer), self._expected
@@ -150,27 +154,30 @@ class PrefixIndex:
         """
         if num_window is not None:
             return self._find_runs(hashes, now_ns, num_window)
-        shards, expected = self._table.shards, self._expected
-        hits = held = self._table.live
+        table, expected = self._table, self._expected
+        hits = held = table.live
         hit_ends, held_ends = list[tuple[int, int]](), list[tuple[int, int]]()
-        for i, block_hash in enumerate(hashes):
-            holders = shards[block_hash[0]].get(block_hash, 0)
-            if hits & holders == hits:
-                continue  # for most blocks; then all of `held` have it as well
-            left = hits & holders
-            for until_ns, entries in expected.get(block_hash, ()):
-                if until_ns > now_ns:
-                    left |= hits & entries.bit
-            if left != hits:
-                hit_ends.append((hits, i))
-                hits = left
-            left = held & holders
-            if left != held:
-                held_ends.append((held, i))
-                held = left
-            if not hits:
-                break
-        else:
+        begin = 0
+        while hits and begin < len(hashes):
+            for end, holders in table.runs(hashes, begin):
+                if hits & holders != hits:
+                    if (left := held & holders) != held:
+                        held_ends.append((held, begin))
+                        held = left
+                    for i in range(begin, end):  # what is expected may differ from block to block
+                        left = hits & holders
+                        for until_ns, entries in expected.get(hashes[i], ()):
+                            if until_ns > now_ns:
+                                left |= hits & entries.bit
+                        if left != hits:
+                            hit_ends.append((hits, i))
+                            hits = left
+                            if hits & holders == hits:
+                                break
+                    if not hits:
+                        break
+                begin = end
+        if hits:
             hit_ends.append((hits, len(hashes)))
             held_ends.append((held, len(hashes)))
         found = self._depths(hit_ends)
@@ -178,7 +185,7 @@ class PrefixIndex:
 
     def longest_prefix(
         self, hashes: Sequence[BlockHash], now_ns: int, num_window: int | None = None
-    ) -> dict[Peer, int]:
+    ) -> Mapping[Peer, int]:
         """How many leading blocks each group holds or is about to hold; groups without any are left out."""
         return self.find(hashes, now_ns, num_window).hits
 
@@ -201,7 +208,7 @@ class PrefixIndex:
     def _new_bit(self, peer: Peer) -> int:
         bit = self._table.new_holder()
         self._owners[bit] = peer
-        self._names.clear()  # the bit may have been another's
+        self._parts.clear()  # the bit may have been another's
         return bit
 
     def _clear(self, peer: Peer, entries: _Entries) -> None:
@@ -251,11 +258,12 @@ class PrefixIndex:
             self._keep_expected(hashes, lambda e: e[0] > now_ns)
 
     def _find_runs(self, hashes: Sequence[BlockHash], now_ns: int, num_window: int) -> Prefixes:
-        live, shards, expected = self._table.live, self._table.shards, self._expected
+        table, expected = self._table, self._expected
         held, hits = list[int](), list[int]()
-        for block_hash in hashes:
-            holders = shards[block_hash[0]].get(block_hash, 0) & live
-            held.append(holders)
+        while len(held) < len(hashes):
+            for end, holders in table.runs(hashes, len(held)):
+                held += [holders & table.live] * (end - len(held))
+        for block_hash, holders in zip(hashes, held, strict=True):
             for until_ns, entries in expected.get(block_hash, ()):
                 if until_ns > now_ns:
                     holders |= entries.bit
@@ -266,25 +274,24 @@ class PrefixIndex:
     def _owned(self, runs: dict[int, int]) -> dict[Peer, int]:
         return {self._owners[bit]: n for bit, n in runs.items()}
 
-    def _depths(self, ends: list[tuple[int, int]]) -> dict[Peer, int]:
+    def _depths(self, ends: list[tuple[int, int]]) -> Mapping[Peer, int]:
         """`ends`: groups and the block that some of them lack, deeper and deeper: who goes on is overwritten."""
         found = dict[Peer, int]()
         for holders, i in ends:
-            if i and holders:
-                part = dict.fromkeys(self._named(holders), i)
-                if found:
-                    found |= part
-                else:
-                    found = part
+            if i:
+                part = self._part(holders, i)
+                found = found | part if found else part
         return found
 
-    def _named(self, holders: int) -> tuple[Peer, ...]:
-        names = self._names.get(holders)
-        if names is None:
-            if len(self._names) > MAX_NAMED_SETS:
-                self._names.clear()
-            names = self._names[holders] = tuple(self._owners[bit] for bit in bits(holders))
-        return names
+    def _part(self, holders: int, depth: int) -> dict[Peer, int]:
+        if holders.bit_count() <= FEW:  # there are too many different ones to remember them
+            return {self._owners[bit]: depth for bit in bits(holders)}
+        part = self._parts.get((holders, depth))
+        if part is None:
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            part = self._parts[holders, depth] = {self._owners[bit]: depth for bit in bits(holders)}
+        return part
 
     def check_invariants(self) -> None:
         """Recomputes every derived value. For tests and audits."""

@@ -7,7 +7,8 @@ changed. So a decision, which weighs every group, is a few multiplications for e
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 
 from kvferry.cluster.messages import Load
 from kvferry.cluster.registry import Member
@@ -44,8 +45,8 @@ class Price:
         """Until what waits there already is prefilled."""
         self.prefill_s = self.stall_s = self.token_s = 0.0
         """Per token: its own; others' meanwhile; both."""
-        self.step_s = self.join_s = 0.0
-        """Of a decode step, and what each sequence that joins adds to its own steps and the others'."""
+        self.step_s = self.join_s = self.alone_s = 0.0
+        """Of a decode step; what each sequence that joins adds to its own steps and the others'; both."""
         self.block_s = 0.0
         """Per block of the main group that is sent there."""
         self.room_blocks = self.room_sequences = 0.0
@@ -67,19 +68,39 @@ Cost = tuple[float, Price]
 """Seconds of some of the work on a group."""
 
 
+_queue_s, _alone_s, _token_s = attrgetter("queue_s"), attrgetter("alone_s"), attrgetter("token_s")
+_room_blocks, _room_sequences = attrgetter("room_blocks"), attrgetter("room_sequences")
+
+
 class Roster:
-    """Groups that can be routed to."""
+    """Groups that can be routed to, in the orders in which they are weighed."""
 
     def __init__(self, prices: list[Price]) -> None:
         self.prices = prices
         self.homes = [p for p in prices if p.role != "prefill"]
         self.prefillers = [p for p in prices if p.role != "decode"]
-        self.first_costs: list[Cost] = [(0.0, p) for p in self.prefillers]
         self.peers = {p.peer for p in prices}
         self.least_context = min([p.max_context for p in self.homes or prices], default=0)
+        self.order()
+
+    def order(self) -> None:
+        """After prices have changed."""
+        self.by_queue = sorted(self.prefillers, key=_queue_s)
+        """The prefillers, those with the shortest queues first."""
+        self.by_step = by_step(self.homes)
+        """The homes, those with the shortest steps first."""
+        self.least_token_s = min(map(_token_s, self.prices), default=0.0)
+        homes = self.homes or self.prices
+        self.least_room_blocks = min(map(_room_blocks, homes), default=0.0)
+        self.least_room_sequences = min(map(_room_sequences, homes), default=0.0)
 
     def without(self, peers: Collection[Peer]) -> Roster:
         return Roster([p for p in self.prices if p.peer not in peers]) if peers else self
+
+
+def by_step(prices: Iterable[Price]) -> list[Price]:
+    """Those with the shortest steps first."""
+    return sorted(prices, key=_alone_s)
 
 
 class Prices:
@@ -104,9 +125,11 @@ class Prices:
             self._roster = Roster([self._price(m) for m in members if m.routable])
             self._members = members
             self._outdated = [p for p in self._roster.prices if p.load is not p.member.load]
-        for price in self._outdated:
-            self._renew(price)
-        self._outdated.clear()
+        if self._outdated:
+            for price in self._outdated:
+                self._renew(price)
+            self._outdated.clear()
+            self._roster.order()
         return self._roster
 
     def one(self, member: Member) -> Price:
@@ -157,6 +180,7 @@ class Prices:
             waiting = max(1, waiting)
         price.stall_s, price.token_s = (1 + waiting) / rate, (2 + waiting) / rate
         price.step_s, price.join_s = price.base_s + price.slope_s * decoding, price.slope_s * (1 + decoding)
+        price.alone_s = price.step_s + price.join_s
         if booked.num_sequences == 0:
             price.room_blocks = price.room_sequences = math.inf
         else:  # of two block groups either may be full

@@ -30,7 +30,7 @@ import msgspec
 
 from kvferry.cluster.costs import COST_GRAIN_S, TRANSFER_LATENCY_S, Work
 from kvferry.cluster.messages import Load
-from kvferry.cluster.prices import Cost, Price, Prices, Roster
+from kvferry.cluster.prices import Cost, Price, Prices, Roster, by_step
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router_load import Booking, GroupRates, LoadBook
 from kvferry.runtime.config import check_range
@@ -165,13 +165,12 @@ class Router:
         if not live.homes:
             return self._whole(work, live.prices, "no decode group lives")
         why = "cheapest on one group" if live.prefillers else "no prefill group lives"
-        homes = work.decodes(live.homes)
-        apart = None if self._config.disaggregate == "never" else self._apart(work, live.first_costs, homes)
+        apart = None if self._config.disaggregate == "never" else self._apart(work, live)
         if apart is None:
             return self._whole(work, live.homes, why)
         if self._config.disaggregate == "always":
             return apart
-        near = work.firsts(homes, apart.cost_s + 3 * COST_GRAIN_S)  # with all that tie with a tie with it
+        near = work.wholes(live.by_step, apart.cost_s + 3 * COST_GRAIN_S)  # with all that tie with a tie with it
         if not near:
             return apart
         whole = _Option(*self._least(near), why)
@@ -264,6 +263,7 @@ class Router:
         most = deepest if held is hits else max(held.values(), default=0)
         if self._config.fetch_prefix == "never":
             most = 0
+        least_tokens = float(demand.num_tokens - min(max(most, deepest), usable) * size)
         return Work(
             demand.num_tokens,
             demand.num_sequences,
@@ -277,29 +277,31 @@ class Router:
             most,
             min(most, usable),
             self._least_gain_s,
+            least_tokens,
+            least_tokens * everyone.least_token_s,
         )
 
     def _whole(self, work: Work, prices: list[Price], reason: str) -> _Option:
         """All on one group."""
-        return _Option(*self._least(work.firsts(work.decodes(prices))), reason)
+        return _Option(*self._least(work.wholes(by_step(prices))), reason)
 
-    def _apart(self, work: Work, firsts: list[Cost], homes: list[Cost]) -> _Option | None:
+    def _apart(self, work: Work, live: Roster) -> _Option | None:
         """The best pair of two groups between which there is something to ship; `None` if there is none."""
-        num_blocks, hits, decoders = work.num_blocks, work.hits, homes
-        if work.deepest >= num_blocks:
-            decoders = [(decode_s, p) for decode_s, p in homes if hits.get(p.peer, 0) < num_blocks]
+        firsts, decoders = live.by_queue, live.by_step
+        if work.deepest >= work.num_blocks:
+            decoders = [p for p in decoders if work.hits.get(p.peer, 0) < work.num_blocks]
         if not decoders or not firsts:
             return None
         pair = self._least(work.firsts(firsts)), self._least(work.seconds(decoders))
         if (busy := pair[0][1]) is pair[1][1]:  # one of the two goes elsewhere
             pairs = list[tuple[Cost, Cost]]()
-            if others := [cost for cost in firsts if cost[1] is not busy]:
+            if others := [p for p in firsts if p is not busy]:
                 pairs.append((self._least(work.firsts(others)), pair[1]))
-            if others := [cost for cost in decoders if cost[1] is not busy]:
+            if others := [p for p in decoders if p is not busy]:
                 pairs.append((pair[0], self._least(work.seconds(others))))
             if not pairs:
                 return None
-            pair = min(pairs, key=lambda p: (p[0][0] + p[1][0], firsts.index((0.0, p[0][1]))))
+            pair = min(pairs, key=lambda p: (p[0][0] + p[1][0], live.prefillers.index(p[0][1])))
         (first_s, prefill), (second_s, decode) = pair
         return _Option(first_s + second_s, decode, "cheaper to prefill apart", prefill)
 
@@ -310,7 +312,7 @@ class Router:
             return None
         first = self.prices.one(source)
         work = self._work(demand, hits, {}, Roster([first]))
-        cost_s, price = self._least(work.seconds(work.decodes(prices)))
+        cost_s, price = self._least(work.seconds(by_step(prices)))
         return self._decide(demand, work, _Option(cost_s, price, reason, first))
 
     def _least(self, costs: list[Cost]) -> Cost:

@@ -6,16 +6,15 @@ import ctypes
 import os
 import warnings
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from kvferry.kernels.cpu.build import HERE, LIBRARY
-from kvferry.kernels.cpu.library import REMEDY, Unusable, load
+from kvferry.kernels.cpu.library import REMEDY, SWITCH, Unusable, load
 from kvferry.kernels.cpu.operations import DTYPES
 from kvferry.kernels.cpu.selftest import wrong_results
 
-SWITCH = "KVFERRY_CPU_KERNELS"
-"""Environment variable; `0` turns the kernels off."""
 _ALIGNMENT = 8
 """Widths are multiples of it: two of the narrowest vectors."""
 
@@ -43,6 +42,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = load(HERE / LIBRARY)
+        found.kvferry_use_threads_of(*_openmp())
         if wrong := wrong_results(found):
             raise Unusable(f"{', '.join(wrong)} computed wrong results on this machine; {REMEDY}, or set {SWITCH}=0")
     except Unusable as error:
@@ -50,3 +50,13 @@ def library() -> ctypes.CDLL | None:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return None
     return found
+
+
+def _openmp() -> tuple[int | None, int | None]:
+    """How torch's own OpenMP starts threads and counts them: a process may hold several OpenMPs."""
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        parallel, count = torch_cpu.GOMP_parallel, torch_cpu.omp_get_num_threads
+        return ctypes.cast(parallel, ctypes.c_void_p).value, ctypes.cast(count, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None, None

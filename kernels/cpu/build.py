@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libkvferry_cpu.so"
 COMPILE_TIMEOUT_S = 300
-_UNITS = ("dispatch.cpp", "program.cpp")
+_UNITS = ("dispatch.cpp", "holders.cpp", "program.cpp")
 """Compiled once; `kernels.cpp` once for each instruction set."""
 _HEADERS = (
     "api.h",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from functools import cache
 from pathlib import Path
 
-import torch
+from kvferry.kernels.cpu.build import HERE, LIBRARY, source_digest
 
-from kvferry.kernels.cpu.build import source_digest
+SWITCH = "KVFERRY_CPU_KERNELS"
+"""Environment variable; `0` turns all that is compiled off."""
 
 _P, _I64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -32,6 +35,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_cut_tiles": (_I64, [_P, _I64, _P, _I64]),
     "kvferry_share_cores": (None, [_P]),
     "kvferry_run": (None, [_P, _I64, _P, _INT, _INT]),
+    "kvferry_holders_new": (_P, []),
+    "kvferry_holders_free": (None, [_P]),
+    "kvferry_holders_put": (_I64, [_P, _I64, _INT, _P, _I64, _P]),
+    "kvferry_holders_runs": (_I64, [_P, _P, _I64, _I64, _I64, _P, _P]),
+    "kvferry_holders_sweep": (_I64, [_P, _I64, _P]),
+    "kvferry_holders_names": (_I64, [_P, _I64, _I64, _P]),
 }
 REMEDY = "build them with `python -m kvferry.kernels.cpu.build`"
 
@@ -40,12 +49,12 @@ class Unusable(Exception):
     """The library cannot be used; the message says why and what to do."""
 
 
-def load(path: Path) -> ctypes.CDLL:
+def load(path: Path, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
     """Raises `Unusable` for a file that is missing, broken or older than the sources beside this one."""
     if not path.exists():
         raise Unusable(f"{path} does not exist; {REMEDY}")
     try:
-        found = ctypes.CDLL(str(path))
+        found = kind(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(found, name)
             function.restype, function.argtypes = result, arguments
@@ -53,15 +62,18 @@ def load(path: Path) -> ctypes.CDLL:
         raise Unusable(f"{path} cannot be loaded ({error}); {REMEDY}") from error
     if found.kvferry_build().decode() != source_digest():
         raise Unusable(f"{path} was built from other sources; {REMEDY}")
-    found.kvferry_use_threads_of(*_openmp())
     return found
 
 
-def _openmp() -> tuple[int | None, int | None]:
-    """How torch's own OpenMP starts threads and counts them: a process may hold several OpenMPs."""
+@cache
+def short_calls() -> ctypes.CDLL | None:
+    """For what takes microseconds and shall not give other threads a turn, and for processes without torch.
+
+    None where it is turned off or missing; whoever computes says so.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return None
     try:
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        parallel, count = torch_cpu.GOMP_parallel, torch_cpu.omp_get_num_threads
-        return ctypes.cast(parallel, _P).value, ctypes.cast(count, _P).value
-    except (OSError, AttributeError):
-        return None, None
+        return load(HERE / LIBRARY, ctypes.PyDLL)
+    except Unusable:
+        return None

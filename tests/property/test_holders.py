@@ -1,4 +1,4 @@
-"""The table of holders against a plain dict of sets."""
+"""Both tables of holders, in C++ and of dicts, against a plain dict of sets."""
 
 import hypothesis.strategies as st
 import pytest
@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.cluster import holders
-from kvferry.cluster.holders import HolderTable, bits, longest_runs
+from kvferry.cluster.holders import LOOKUPS, DictTable, HolderTable, bits, longest_runs
+from kvferry.cluster.native_holders import NativeTable
+from kvferry.kernels.cpu.library import short_calls
+from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockHash
 
 pytestmark = pytest.mark.core
@@ -15,13 +18,24 @@ HASHES = [BlockHash(bytes([first]) * 8 + bytes(7) + bytes([last])) for first in 
 """Some that differ only in their last byte."""
 
 
-class TableMachine(RuleBasedStateMachine):
+def tables() -> list[HolderTable]:
+    code = short_calls()
+    return [DictTable()] if code is None else [DictTable(), NativeTable(code)]
+
+
+def stored(table: HolderTable) -> dict[BlockHash, int]:
+    return {h: holders for number in range(holders.NUM_SHARDS) for h, holders in table.shard(number).items()}
+
+
+class DictMachine(RuleBasedStateMachine):
     """Faults guarded against: a bit given to a new holder while blocks of the old one are left, a removal that takes
     another holder's block along, blocks that nobody holds kept for ever."""
 
+    make = staticmethod(lambda: tables()[0])
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = HolderTable()
+        self.table = self.make()
         self.truth: dict[int, set[BlockHash]] = {}
         self.num_retired = 0
 
@@ -29,6 +43,12 @@ class TableMachine(RuleBasedStateMachine):
 
     def pick(self, data: st.DataObject) -> int | None:
         return data.draw(st.sampled_from(sorted(self.truth))) if self.truth else None
+
+    @rule()
+    def many_come_and_go(self) -> None:
+        """Sets of more words."""
+        for bit in [self.table.new_holder() for _ in range(70)]:
+            self.table.retire(bit)
 
     @rule()
     def comes(self) -> None:
@@ -78,26 +98,33 @@ class TableMachine(RuleBasedStateMachine):
         """Two whole rounds leave nothing of those that went, and their bits come again."""
         for _ in range(2 * holders.NUM_SHARDS + 2):
             self.table.sweep()
-        assert sum(map(len, self.table.shards)) == len(set().union(*self.truth.values()))
+        assert len(stored(self.table)) == len(set().union(*self.truth.values()))
         assert self.table.new_holder() <= 1 << len(self.truth)
 
 
-TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+class NativeMachine(DictMachine):
+    """Besides: a block lost where another that had pushed it aside goes, or where a shard grows or gets wider."""
+
+    make = staticmethod(lambda: tables()[-1])
+
+
+TestDict, TestNative = DictMachine.TestCase, NativeMachine.TestCase
+TestDict.settings = TestNative.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_equal_sets_are_one_object() -> None:
     """Fault: an integer of its own for each block, which costs more than the rest of its entry."""
-    table = HolderTable()
+    table = DictTable()
     holders_of = [table.new_holder() for _ in range(70)]
     for bit in holders_of:
         table.add(bit, HASHES)
-    assert len({id(found) for shard in table.shards for found in shard.values()}) == 1
+    assert len({id(found) for found in stored(table).values()}) == 1
 
 
-def test_growth_keeps_all() -> None:
+@pytest.mark.parametrize("table", tables(), ids=lambda table: type(table).__name__)
+def test_growth_keeps_all(table: HolderTable) -> None:
     """Thousands of blocks come, half of them go, others come: nothing lost, nothing left over."""
-    table, truth = HolderTable(), set[BlockHash]()
+    truth = set[BlockHash]()
     bit = table.new_holder()
     for i in range(20_000):
         block_hash = BlockHash((i * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") * 2)
@@ -108,6 +135,38 @@ def test_growth_keeps_all() -> None:
             truth.remove(block_hash)
     assert set(table.held(bit)) == truth
     table.check_invariants()
+
+
+@given(
+    held=st.lists(st.lists(st.integers(0, 99), max_size=60), min_size=1, max_size=70),
+    asked=st.lists(st.integers(0, 99), min_size=1, max_size=150),
+)
+@settings(max_examples=100, deadline=None)
+def test_both_tables_answer_alike(held: list[list[int]], asked: list[int]) -> None:
+    """Runs of one table are the other's, for prompts longer than one call looks at and more holders than a word has
+    bits; so are the blocks that are missing."""
+    names = [BlockHash(bytes([i // 10]) * 15 + bytes([i])) for i in range(100)]
+    answers = []
+    for table in tables():
+        for numbers in held:
+            table.add(table.new_holder(), [names[i] for i in numbers])
+        prompt, sets = [names[i] for i in asked], list[int]()
+        while len(sets) < len(prompt):
+            for end, whose in table.runs(prompt, len(sets)):
+                assert end > len(sets)
+                sets += [whose] * (end - len(sets))
+        assert sets == [sum(1 << j for j, numbers in enumerate(held) if i in numbers) for i in asked]
+        answers.append((table.runs(prompt, 0), table.missing(1, prompt)))
+        assert answers[0] == answers[-1]
+        assert answers[-1][0][-1][0] <= LOOKUPS
+
+
+def test_names_of_another_length_are_refused() -> None:
+    """Fault: C++ reads beyond what it was given."""
+    table = tables()[-1]
+    if isinstance(table, NativeTable):
+        with pytest.raises(InvariantBroken, match="2 block hashes of 31 bytes"):
+            table.add(table.new_holder(), [HASHES[0], BlockHash(HASHES[1][1:])])
 
 
 @given(sets=st.lists(st.integers(0, 7), max_size=12), num_window=st.integers(1, 14))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from kvferry.cluster.costs import COST_GRAIN_S, TRANSFER_LATENCY_S, Work
 from kvferry.cluster.messages import Load, WindowBlocks
-from kvferry.cluster.prices import Cost, Price
+from kvferry.cluster.prices import Cost, Price, Roster
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router import Demand, Router, RouterConfig
 from tests.support.cluster_groups import ManualPort
@@ -144,22 +144,31 @@ def test_groups_that_are_left_out_could_not_have_won(
     groups: list[tuple[float, ...]], kind: str, num_tokens: int, data: st.DataObject, limit_s: float
 ) -> None:
     """Fault: a bound above the cost, so that the cheapest group or one that ties with it is not weighed."""
-    full, usable, then, hits, held = num_tokens // SIZE, (num_tokens - 1) // SIZE, list[Cost](), {}, {}
-    for i, (then_s, queue_s, token_s, block_s) in enumerate(groups):
+    full, usable, prices, hits, held = num_tokens // SIZE, (num_tokens - 1) // SIZE, list[Price](), {}, {}
+    for i, (step_s, queue_s, token_s, block_s) in enumerate(groups):
         price = Price(Member(ManualPort(f"m{i}", 1, "mixed", block_size=SIZE, block_bytes=BYTES, **KINDS[kind]), 0))
         price.queue_s, price.token_s, price.block_s = queue_s, token_s / 50, block_s / 50
-        then.append((then_s, price))
+        price.step_s, price.join_s = 0.7 * step_s / 9, 0.3 * step_s / 9
+        price.alone_s = price.step_s + price.join_s
+        prices.append(price)
         hits[price.peer] = data.draw(st.integers(0, full))
         held[price.peer] = data.draw(st.integers(0, hits[price.peer]))
+    num = data.draw(st.integers(1, 3))
     most, deepest = max(held.values()), max(hits.values())
     gain_s = data.draw(st.sampled_from([-math.inf, COST_GRAIN_S]))
-    work = Work(num_tokens, 1, 9.0, hits, held, SIZE, full, usable, deepest, most, min(most, usable), gain_s)
+    roster, left = Roster(prices), float(num_tokens - min(deepest, usable) * SIZE)
+    least_s = left * roster.least_token_s
+    work = Work(
+        num_tokens, num, 9.0, hits, held, SIZE, full, usable, deepest, most, min(most, usable), gain_s, left, least_s
+    )
 
     def ties(costs: list[Cost]) -> list[Cost]:
         least_s = min([cost_s for cost_s, _ in costs], default=0.0)
         return [cost for cost in costs if cost[0] <= least_s + COST_GRAIN_S]
 
-    alone = [cost for group in then for cost in work.firsts([group])]
-    assert len(alone) == len(groups)
-    assert ties(work.firsts(then, limit_s)) == ties([cost for cost in alone if cost[0] <= limit_s])
-    assert ties(work.seconds(then)) == ties([cost for group in then for cost in work.seconds([group])])
+    for weigh, ordered in ((work.firsts, roster.by_queue), (work.wholes, roster.by_step)):
+        alone = [cost for price in ordered for cost in weigh([price])]
+        assert len(alone) == len(groups)
+        assert ties(weigh(ordered, limit_s)) == ties([cost for cost in alone if cost[0] <= limit_s])
+    alone = [cost for price in roster.by_step for cost in work.seconds([price])]
+    assert ties(work.seconds(roster.by_step)) == ties(alone)
