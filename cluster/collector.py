@@ -1,8 +1,10 @@
-"""Python's garbage collector in processes that serve."""
+"""Python's garbage collector, and the heap, in processes that serve."""
 
 from __future__ import annotations
 
 import gc
+
+from kvferry.runtime.heap import give_back
 
 YOUNG_OBJECTS = 20_000
 """Collections begin after so many new containers: some megabytes, in place of every 700."""
@@ -15,5 +17,6 @@ def settle_collector() -> None:
     A full collection looks at every object of torch, Ray and gRPC, tens of milliseconds in the midst of answers; and
     with 256 sequences young ones came several times a step. What a step makes holds no cycles.
     """
+    give_back()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *OLDER)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -18,7 +17,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,18 +24,18 @@ import msgspec
 import psutil
 import structlog
 
-import kvferry
-import kvferry.cluster.grpc_env
+import kvferry.cluster.grpc_env  # noqa: F401  before gRPC is imported
 from kvferry.cluster.api.grpc import ApiServer, make_server
 from kvferry.cluster.collector import settle_collector
 from kvferry.cluster.config import ServeConfig
 from kvferry.cluster.gateway import Gateway
 from kvferry.cluster.operations import Operations
 from kvferry.cluster.orphans import OwnRay
+from kvferry.cluster.ray_start import connect, disconnect
 from kvferry.cluster.start_checks import check_group, checked
 from kvferry.cluster.supervisor import Supervisor, SupervisorPolicy, first_leaf
 from kvferry.cluster.topology import allot
-from kvferry.runtime.errors import Cancelled, InvalidArgument, KvferryError, ResourceMissing
+from kvferry.runtime.errors import Cancelled, KvferryError, ResourceMissing
 from kvferry.runtime.ids import GroupId
 from kvferry.runtime.model.files import ModelFiles, resolve_model
 from kvferry.runtime.text.tokenizer import load_tokenizer
@@ -45,14 +43,9 @@ from kvferry.runtime.text.tokenizer import load_tokenizer
 GRACE_S = 2.0
 """For what is still being sent to clients at the very end."""
 CLOSE_TIMEOUT_S = 20.0
-OBJECT_STORE_BYTES = 80 << 20
-"""Ray's least: nothing of weight travels through its object store."""
 RAY_LOST_GRACE_S = 3.0
 """Of `serve`, once Ray has died, to end in good order: calls to a dead Ray may hang."""
 LOOPBACK = "127.0.0.1"
-WORKER_ENV = {"GOMP_SPINCOUNT": "2000"}
-"""Of every worker, before it imports torch. Workers share cores with each other: OpenMP threads that spin at a barrier
-keep the one they wait for from running."""
 
 _log = structlog.get_logger(__name__)
 
@@ -257,54 +250,11 @@ async def start_cluster(
 async def _ray(config: ServeConfig, own: OwnRay | None) -> AsyncIterator[list[float]]:
     """A connection to Ray; yields the CPUs of each node."""
     try:
-        yield await asyncio.to_thread(_connect, config.ray_address, own, config.log_json)
+        yield await asyncio.to_thread(connect, config.ray_address, own, config.log_json)
     finally:
-        await asyncio.to_thread(_disconnect)
+        await asyncio.to_thread(disconnect)
         if own is not None:
             await asyncio.to_thread(own.close)
-
-
-def _connect(address: str | None, own: OwnRay | None, log_json: bool) -> list[float]:
-    root = str(Path(kvferry.__file__).absolute().parent.parent)  # not this file's folder: it is behind a symbolic link
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    python_path = os.pathsep.join([root, *(folder for folder in folders if folder and folder != root)])
-    options: dict[str, Any] = {
-        "log_to_driver": not log_json,  # Ray's lines are no JSON
-        "logging_level": logging.ERROR,
-        "configure_logging": False,
-        "runtime_env": {"env_vars": WORKER_ENV | {"PYTHONPATH": python_path}},
-    }
-    if address is None:  # of our own, seen by nobody else
-        os.environ["PYTHONPATH"] = python_path
-        for name, value in WORKER_ENV.items():
-            os.environ.setdefault(name, value)
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # its ports are open on all interfaces
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would put the engine behind everything else here
-        del options["runtime_env"]
-        options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    else:
-        options["address"] = address
-    import ray
-
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it is not in the main thread
-    try:
-        with own.starting() if own is not None else contextlib.nullcontext():
-            ray.init(**options)
-    except Exception as error:  # plain ones, too: "The current node timed out during startup"
-        if own is not None:
-            own.kill()  # Ray forgets the processes of a start that failed halfway
-            raise ResourceMissing(f"Ray did not start on this machine: {error}") from error
-        raise InvalidArgument(
-            "ray_address", address, f"cannot be joined: {error}", "see `ray status` there, or leave the option out"
-        ) from error
-    return [float(node["Resources"].get("CPU", 0.0)) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
-def _disconnect() -> None:
-    ray = sys.modules.get("ray")
-    if ray is not None:
-        ray.shutdown()
 
 
 def serve(config: ServeConfig, *, parts: Parts | None = None) -> None:

@@ -28,6 +28,7 @@ from kvferry.cluster.engine_driver import EngineLike
 from kvferry.cluster.engine_loop import EngineLoop
 from kvferry.cluster.group import FollowerChannel, LeaderChannel, exit_process
 from kvferry.cluster.hub import Hub
+from kvferry.cluster.lazy_modules import UNUSED_OF_TORCH, lazily
 from kvferry.cluster.telemetry import configure_logging
 from kvferry.cluster.wire import WireServer
 from kvferry.runtime.config import EngineConfig
@@ -147,7 +148,9 @@ class Worker:
         try:
             if spec.rank == 0 and spec.tp_size > 1:
                 self._channel = LeaderChannel(self._host, spec.secret, spec.tp_size - 1)
-            rank: RankLike = _resolve(spec.rank_class)(
+            with lazily(UNUSED_OF_TORCH):
+                rank_class = _resolve(spec.rank_class)
+            rank: RankLike = rank_class(
                 spec.model,
                 spec.config,
                 rank=spec.rank,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import warnings
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from kvferry.kernels.cpu.threads import share_cores
 from kvferry.runtime.config import EngineConfig
 from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
+from kvferry.runtime.heap import give_back
 from kvferry.runtime.kv.hashing import hash_root
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import build_model
@@ -105,7 +104,7 @@ class Rank:
         if speculation.draft_model is not None and rank == 0:
             block_size = config.cache.block_size
             self.proposer = load_draft(speculation.draft_model, self.dtype, block_size, self.kv.num_blocks, device)
-        _give_back()
+        give_back()
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._links: Links | None = None
         self._answer_ns = 0
@@ -165,12 +164,6 @@ class Rank:
                 share_cores(lib, None)
             self._cores.close()
         self._parallel.close()
-
-
-def _give_back() -> None:
-    """Returns to the system what loading has freed; glibc would keep it."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _core_share(group: str, size: int, rank: int) -> CoreShare | None:

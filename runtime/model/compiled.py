@@ -35,6 +35,8 @@ from kvferry.runtime.model.parallel import Ranks, TensorParallel
 from kvferry.runtime.model.shm_parallel import ShmExchange
 
 _X, _Y, _WIDE, _INNER, _STEPS, _LOGITS = range(6)
+_ROWS = 64
+"""By so many rows buffers grow: not anew for every size of a batch."""
 
 
 class _NotPlain(Exception):
@@ -80,8 +82,8 @@ class CompiledDecoder:
         if finds:
             self._program.argmax(_LOGITS, self._widths[_LOGITS])
         self._program.finish()
-        self._memory = [torch.empty(0, dtype=torch.int32 if i == _STEPS else dtype) for i in range(_LOGITS)]
-        """All but logits, which are new in every step."""
+        self._memory = [torch.empty(0, dtype=torch.int32 if i == _STEPS else dtype) for i in range(_LOGITS + 1)]
+        """Kept between steps: megabytes that come and go each time leave holes in the heap, as large as they are."""
         self._storage: weakref.ref[RankStorage] | None = None
         self._contexts: list[tuple[int, int, int | None]] = []
         """What a step has to bring: block group, query heads, window."""
@@ -95,7 +97,7 @@ class CompiledDecoder:
     def run(self, angles: Sequence[torch.Tensor], batches: Sequence[Batch]) -> tuple[torch.Tensor, Largest | None]:
         """This rank's part of the logits, and what is largest in them. Mutates the storage, which it `takes`.
 
-        Raises `DeviceError` if another rank of the group is gone.
+        The next call writes over the logits. Raises `DeviceError` if another rank of the group is gone.
         """
         contexts = []
         for group, num_heads, window in self._contexts:
@@ -103,14 +105,15 @@ class CompiledDecoder:
             assert found is not None  # `takes`
             contexts.append(found.address(num_heads, window))
         batch, memory = batches[0], self._memory
+        num_wanted, vocab = len(batch.sample_index), self._widths[_LOGITS]
         for i, kept in enumerate(memory):
-            if len(kept) < (size := len(batch.token_ids) * self._widths[i]):
-                memory[i] = kept.new_empty(size)
-        logits = memory[_X].new_empty((len(batch.sample_index), self._widths[_LOGITS]))
-        largest = self._program.run(batch.token_ids, batch.sample_index, [*memory, logits], contexts, angles)
+            rows = num_wanted if i == _LOGITS else len(batch.token_ids)
+            if len(kept) < rows * self._widths[i]:
+                memory[i] = kept.new_empty(-(-rows // _ROWS) * _ROWS * self._widths[i])
+        largest = self._program.run(batch.token_ids, batch.sample_index, memory, contexts, angles)
         if self._exchange is not None:
             self._exchange.check()
-        return logits, largest
+        return memory[_LOGITS][: num_wanted * vocab].view(num_wanted, vocab), largest
 
     def _place(self, storage: RankStorage) -> None:
         """Tells the program where each layer's KV lies."""

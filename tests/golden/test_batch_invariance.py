@@ -71,7 +71,7 @@ class Sequences:
         rows = [Row(prompts()[i][start : start + n], start, self.tables[i], n) for i, start, n in spans]
         with torch.inference_mode():
             batches = make_batches(rows, self.storage)
-            logits = model().forward(batches, self.storage)[0].float()
+            logits = model().forward(batches, self.storage)[0].to(torch.float32, copy=True)
         return list(logits.split([n for _, _, n in spans]))
 
 

@@ -89,7 +89,7 @@ def run(model: Decoder, stored: str, threads: int) -> tuple[list[torch.Tensor], 
                 computed, largest = model.forward(batches, storage)
                 assert (largest is not None) == (model.compiled is not None and finds(model))
                 assert largest in (None, argmax(computed))
-                logits.append(computed.float())
+                logits.append(computed.to(torch.float32, copy=True))
         return logits, storage.groups[0].blocks.view(torch.uint8)
     finally:
         torch.set_num_threads(before)

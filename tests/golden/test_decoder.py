@@ -107,7 +107,7 @@ def test_each_layer_has_its_own_window_and_scale(without: Callable[[], AbstractC
     with without(), torch.inference_mode():
         for start, stop in [(0, 15), (15, 33), *[(i, i + 1) for i in range(33, 40)]]:
             batches = make_batches([Row(prompt[start:stop], start, table, True)], storage)
-            got.append(ours.forward(batches, storage)[0].float())
+            got.append(ours.forward(batches, storage)[0].to(torch.float32, copy=True))
         expected = model(torch.tensor([prompt])).logits[0, [14, *range(32, 40)]]
     torch.testing.assert_close(torch.cat(got), expected, rtol=1e-4, atol=1e-4)
 

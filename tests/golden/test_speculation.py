@@ -71,7 +71,7 @@ def test_logits_of_a_row_equal_those_of_single_decodes(folder: Path, compiled: b
 
         def run(rows: list[Row]) -> torch.Tensor:
             batch = make_batches(rows, storage)
-            return model.forward(batch, storage)[0].float()
+            return model.forward(batch, storage)[0].to(torch.float32, copy=True)
 
         def table(first: int) -> list[BlockId]:
             return [BlockId(b) for b in range(first, first + 8)]
