@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libkvferry_cpu.so"
 COMPILE_TIMEOUT_S = 300
-_UNITS = ("dispatch.cpp", "program.cpp")
+_UNITS = ("dispatch.cpp", "program.cpp", "tiles.cpp")
 """Compiled once; `kernels.cpp` once for each instruction set."""
 _HEADERS = (
     "api.h",
@@ -28,6 +28,7 @@ _HEADERS = (
     "int4.h",
     "linear.h",
     "linear_quantized.h",
+    "products.h",
     "program.h",
     "quantize.h",
     "sample.h",
