@@ -1,8 +1,8 @@
 // Attention of all rows of a step straight from their blocks: decode, prefill, with or without a cached prefix.
 //
 // A tile is some queries with all G heads that share one KV head, as one matrix of up to kTileRows rows. It walks its
-// context in chunks of kChunk positions counted from 0. For each chunk, keys are turned into columns, scores computed as
-// a small matrix product, the softmax taken of this chunk alone, values weighted by a second product, and the result
+// context in chunks of kChunk positions counted from 0. For each chunk, keys are turned into columns, scores computed
+// as a small matrix product, the softmax taken of this chunk alone, values weighted by a second product, and the result
 // merged with that of earlier chunks. Every query's result is so computed by the same operations in the same order,
 // whatever the tile, the batch and the number of threads.
 //
@@ -20,6 +20,7 @@
 #include "int4.h"
 #include "products.h"
 #include "small.h"
+#include "tile.h"
 #include "vec.h"
 
 namespace {
@@ -52,85 +53,8 @@ INLINE void finish(const Part& part, T* out, int64_t dim) {
     store2(out + i, load<vf>(part.values + i) * factor, load<vf>(part.values + i + W) * factor);
 }
 
-// The first position that a query sees.
-INLINE int64_t first_seen(const Contexts& all, int64_t position) {
-  return position < all.window ? 0 : position - all.window + 1;
-}
-
-// One tile of one KV head: queries of one row, or several rows with one query each.
-struct Tile {
-  const int64_t* rows;
-  int64_t num_rows, head;
-  int64_t first, queries;     // of each row: [first, first + queries)
-  int64_t chunk, last_chunk;  // to be attended to
-  int64_t position;           // of the first row's first query
-  int64_t seen;               // the first position that it sees
-  int64_t shared;             // of several rows: the positions of the chunk that all of them read from the same blocks
-  bool single;                // one query a row: its chunks are merged elsewhere
-
-  Tile(const Contexts& all, int64_t work) {
-    const Cut& cut = all.cuts[work / all.num_kv_heads];
-    head = work % all.num_kv_heads;
-    rows = all.cut_rows + cut.rows_at;
-    num_rows = cut.num_rows;
-    int64_t count = all.num_queries[rows[0]];
-    single = count == 1;
-    first = single ? 0 : cut.first;
-    queries = count - first < all.tile_queries ? count - first : all.tile_queries;
-    position = all.start[rows[0]] + first;
-    seen = first_seen(all, position);
-    chunk = single ? cut.first : seen / kChunk;
-    last_chunk = single ? cut.first : (position + queries - 1) / kChunk;
-    shared = cut.shared;
-  }
-
-  // Positions of a chunk that all queries attend to at once: up to the last that some query sees, or what rows share.
-  int64_t common(int64_t c) const {
-    if (num_rows > 1) return shared;
-    int64_t rest = position + queries - c * kChunk;
-    return rest < kChunk ? rest : kChunk;
-  }
-
-  int64_t hidden(int64_t c) const {  // of these, how many come before the first that some query sees
-    int64_t before = seen - c * kChunk;
-    return before > 0 ? before : 0;
-  }
-
-  int64_t length(const Contexts& all, int64_t member) const {  // positions of the only chunk that one of several rows sees
-    int64_t rest = all.start[rows[member]] + 1 - chunk * kChunk;
-    return rest < kChunk ? rest : kChunk;
-  }
-
-  int64_t position_of(const Contexts& all, int64_t query) const {
-    return single ? all.start[rows[query]] : position + query;
-  }
-
-  // Where the keys [begin, end) of a chunk are stored.
-  template <class T>
-  void find_keys(const Contexts& all, const void* cache, int64_t member, int64_t c, int64_t begin, int64_t end,
-                 const T** keys) const {
-    int64_t at = c * kChunk + begin, block = at / all.block_size, slot = at % all.block_size;
-    const int64_t* table = all.tables + all.table_at[rows[member]];
-    const uint8_t* base = (const uint8_t*)cache + head * all.block_size * all.slot_bytes;
-    for (int64_t i = begin; i < end; block++, slot = 0)
-      for (const uint8_t* span = base + table[block] * all.block_bytes; slot < all.block_size && i < end; slot++, i++)
-        keys[i] = (const T*)(span + slot * all.slot_bytes);
-  }
-};
-
-// Positions [begin, end) of a chunk and rows [from, to) of a tile's matrices.
-struct Span {
-  int64_t begin, end, from, to;
-};
-
 template <class T>
 class Worker {
-  // Keys by their positions in a chunk; of those that will be attended to next, so that they are on their way.
-  struct Ahead {
-    const T* const* keys;
-    int64_t count;
-  };
-
   const Attend& job;
   const Contexts& all;
   int64_t dim, group, units;
@@ -200,8 +124,6 @@ class Worker {
     tile.find_keys(all, job.cache, 0, chunk, tile.hidden(chunk), num_next, keys[1 - now]);
   }
 
-  static const T* behind(const T* slot, int64_t bytes) { return (const T*)((const uint8_t*)slot + bytes); }
-
   // Keys, or what lies `offset` bytes behind each, as they are computed with; at what a product takes with the first,
   // something finite that gets no weight.
   const T* const* view(const T** stored, int64_t begin, int64_t end, int64_t offset) {
@@ -249,12 +171,12 @@ class Worker {
     int64_t seeing = start + common - 1 + all.window - tile.position;  // queries whose window has not left the chunk
     int64_t queries = seeing < tile.queries ? seeing : tile.queries;
     Span span = {tile.hidden(chunk), common, first_row(tile, start), queries * tile.num_rows * group};
-    Ahead next = {keys[1 - now], num_next};
+    Slots<T> next = stored(keys[1 - now], num_next);
     score(tile, start, keys[now], span, next);
-    for_each_rest(tile, [&](const T** keys, Span rest, Ahead ahead) { score(tile, start, keys, rest, ahead); });
+    for_each_rest(tile, [&](const T** keys, Span rest, Slots<T> later) { score(tile, start, keys, rest, later); });
     weigh_rows(tile, start, span);
     add_values(keys[now], span, next, false);
-    for_each_rest(tile, [&](const T** keys, Span rest, Ahead ahead) { add_values(keys, rest, ahead, true); });
+    for_each_rest(tile, [&](const T** keys, Span rest, Slots<T> later) { add_values(keys, rest, later, true); });
     if (tile.single) return;
     for (int64_t r = span.from; r < span.to; r++) {
       Part into = {tops[r], totals[r], merged + r * dim};
@@ -264,9 +186,9 @@ class Worker {
     }
   }
 
-  // The first row that sees a position.
+  // The first row that sees a position, of one row's queries.
   int64_t first_row(const Tile& tile, int64_t position) const {
-    return position > tile.position ? (position - tile.position) * group : 0;
+    return !tile.single && position > tile.position ? (position - tile.position) * group : 0;
   }
 
   // What each of several rows does not share with the others.
@@ -278,7 +200,7 @@ class Worker {
       int64_t end = following;
       following = member + 1 < tile.num_rows ? find_rest(tile, member + 1) : 0;
       Span rest = {tile.shared, end, member * group, (member + 1) * group};
-      if (rest.begin < rest.end) use(own[member % 2], rest, Ahead{own[(member + 1) % 2], following});
+      if (rest.begin < rest.end) use(own[member % 2], rest, stored(own[(member + 1) % 2], following));
     }
   }
 
@@ -288,12 +210,15 @@ class Worker {
     return end;
   }
 
-  void score(const Tile& tile, int64_t start, const T** stored, Span span, Ahead ahead) {
-    const T* const* mine = view(stored, span.begin, span.end, 0);
+  Slots<T> stored(const T* const* keys, int64_t count) const { return {keys, count, to_value, all.slot_bytes}; }
+
+  // later: what will be attended to next, so that it is on its way.
+  void score(const Tile& tile, int64_t start, const T** keys, Span span, Slots<T> later) {
+    Slots<T> mine = {view(keys, span.begin, span.end, 0), span.end, 0, 0};
     for (int64_t t = span.begin / kPair * kPair; t < span.end; t += kGroup) {
       int64_t count = span.end - t < kGroup ? span.end - t : kGroup, columns = (count + kPair - 1) / kPair * kPair;
       int64_t first = first_row(tile, start + t), from = first > span.from ? first : span.from;
-      pack_keys(mine + t, count, packed, columns, dim, ahead.keys + t, ahead.count - t, all.slot_bytes);
+      pack_keys(mine.from(t), packed, columns, dim, later.from(t));
       product<T>(span.to - from, q + from * units, units, packed, kGroup, columns, scores + from * kChunk + t, kChunk,
                  units, false);
     }
@@ -327,20 +252,26 @@ class Worker {
   Part fresh_part(int64_t r) const { return {scores[r * kChunk], scores[r * kChunk + 1], fresh + r * dim}; }
 
   // add: to those of positions before.
-  void add_values(const T** stored, Span span, Ahead ahead, bool add) {
+  void add_values(const T** keys, Span span, Slots<T> later, bool add) {
     enum { kStep = Product<T>::kPerUnit };
-    int64_t stride = kChunk / kStep, skip = span.begin / kStep;
-    int64_t shift = all.format == Native<T>::kFormat ? to_value : 0;
-    const T* const* mine = view(stored, span.begin, span.end, to_value);
-    for (int64_t t = skip * kStep; t < span.end; t += kStep) {
-      for (int64_t i = t; i < t + kStep && i < ahead.count; i++)
-        prefetch(behind(ahead.keys[i], to_value), all.slot_bytes);
-      const T* following = t + 1 < span.end ? behind(mine[t + 1], shift) : nullptr;
-      pack_value<T>(behind(mine[t], shift), following, packed + (t / kStep - skip) * dim, dim);
+    int64_t stride = kChunk / kStep, skip = span.begin / kStep, rows = span.to - span.from;
+    bool native = all.format == Native<T>::kFormat;
+    Slots<T> mine = {view(keys, span.begin, span.end, to_value), span.end, native ? to_value : 0, 0};
+    const uint32_t* weighed = weights + span.from * stride;
+    float* to = fresh + span.from * dim;
+    for (int64_t i = span.end; i < later.count; i++) prefetch(later.value(i), later.bytes);
+    switch (rows) {
+      case 1: return few_values<T, 1>(weighed, stride, mine, skip, later, to, dim, add);
+      case 2: return few_values<T, 2>(weighed, stride, mine, skip, later, to, dim, add);
+      case 3: return few_values<T, 3>(weighed, stride, mine, skip, later, to, dim, add);
+      case 4: return few_values<T, 4>(weighed, stride, mine, skip, later, to, dim, add);
     }
-    for (int64_t i = span.end; i < ahead.count; i++) prefetch(behind(ahead.keys[i], to_value), all.slot_bytes);
-    product<T>(span.to - span.from, weights + span.from * stride + skip, stride, packed, dim, dim, fresh + span.from * dim,
-               dim, (span.end + kStep - 1) / kStep - skip, add);
+    for (int64_t t = skip * kStep; t < span.end; t += kStep) {
+      for (int64_t i = t; i < t + kStep && i < later.count; i++) prefetch(later.value(i), later.bytes);
+      const T* following = t + 1 < span.end ? mine.value(t + 1) : nullptr;
+      pack_value<T>(mine.value(t), following, packed + (t / kStep - skip) * dim, dim);
+    }
+    product<T>(rows, weighed + skip, stride, packed, dim, dim, to, dim, (span.end + kStep - 1) / kStep - skip, add);
   }
 
   void give(const Part& part, T* to) {
@@ -358,7 +289,8 @@ class Worker {
       give(Part{tops[r], totals[r], merged + r * dim}, out(tile, tile.rows[0], r / group) + r % group * dim);
   }
 
-  float* partial(const Tile& tile, int64_t row, int64_t chunk) const {  // chunk: counted from the first that the row sees
+  // chunk: counted from the first that the row sees.
+  float* partial(const Tile& tile, int64_t row, int64_t chunk) const {
     return all.partials + ((all.partials_at[row] + chunk) * all.num_kv_heads + tile.head) * group * (dim + 2);
   }
 

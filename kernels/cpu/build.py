@@ -33,6 +33,7 @@ _HEADERS = (
     "quantize.h",
     "sample.h",
     "small.h",
+    "tile.h",
     "vec.h",
 )
 SOURCES = (*_HEADERS, "kernels.cpp", *_UNITS)

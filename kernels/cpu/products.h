@@ -8,7 +8,7 @@ namespace {
 enum { kGroup = kCols * W };  // keys scored at once
 enum { kPair = 2 * W };       // keys, or dimensions, that products and softmax take at least
 
-// Number types inside the products. Units are 32 bits: a float, or a pair of bfloat16 where the machine multiplies those.
+// Number types inside the products. Units are 32 bits: a float, or a pair of bfloat16 where the machine multiplies them.
 template <class T>
 struct Product;
 
@@ -33,16 +33,28 @@ struct Product<bf16> : Product<float> {
 };
 #endif
 
+template <int R, int C>
+INLINE void load_sums(vf (&sums)[R][C], const float* out, int64_t ldo) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) sums[r][c] = load<vf>(out + r * ldo + c * W);
+}
+
+template <int R, int C>
+INLINE void store_sums(const vf (&sums)[R][C], float* out, int64_t ldo) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store(out + r * ldo + c * W, sums[r][c]);
+}
+
 // out[R, C * W] = a[R, depth] x b[depth, C * W], or is added to, one product after the other; strides in units.
 template <class T, int R, int C>
-void product_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* out, int64_t ldo, int64_t depth,
-                   bool add) {
+void product_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* out, int64_t ldo,
+                   int64_t depth, bool add) {
   vf sums[R][C] = {};
-  if (add)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) sums[r][c] = load<vf>(out + r * ldo + c * W);
+  if (add) load_sums(sums, out, ldo);
   for (int64_t k = 0; k < depth; k++) {
     vu bs[C];
 #pragma GCC unroll 8
@@ -52,15 +64,12 @@ void product_block(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ld
 #pragma GCC unroll 8
       for (int c = 0; c < C; c++) sums[r][c] = Product<T>::add(sums[r][c], a[r * lda + k], bs[c]);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store(out + r * ldo + c * W, sums[r][c]);
+  store_sums(sums, out, ldo);
 }
 
 template <class T, int C>
-void product_columns(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* out, int64_t ldo,
-                     int64_t depth, bool add) {
+void product_columns(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* out,
+                     int64_t ldo, int64_t depth, bool add) {
   for (; rows >= kRows; rows -= kRows, a += kRows * lda, out += kRows * ldo)
     product_block<T, kRows, C>(a, lda, b, ldb, out, ldo, depth, add);
   switch (rows) {
@@ -98,16 +107,27 @@ INLINE void prefetch(const void* slot, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)slot + i, 0, 2);
 }
 
-// Turns up to kGroup keys into `columns` of `[units of a key, kGroup]`; the missing ones are zero. Calls for `later` keys.
+// Keys, and their values `to_value` bytes behind them.
 template <class T>
-void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t columns, int64_t dim, const T* const* later,
-               int64_t num_later, int64_t slot_bytes) {
+struct Slots {
+  const T* const* keys;
+  int64_t count, to_value, bytes;
+
+  const T* value(int64_t i) const { return (const T*)((const char*)keys[i] + to_value); }
+  Slots from(int64_t i) const { return {keys + i, count - i, to_value, bytes}; }
+};
+
+// Turns up to kGroup keys into `columns` of `[units of a key, kGroup]`; the missing ones are zero. Calls for `later`
+// keys.
+template <class T>
+void pack_keys(Slots<T> slots, uint32_t* to, int64_t columns, int64_t dim, Slots<T> later) {
   int64_t units = dim * (int64_t)sizeof(T) / 4;
   for (int64_t first = 0; first < columns; first += W) {
-    for (int64_t i = first; i < first + W && i < num_later; i++) prefetch(later[i], slot_bytes);
+    for (int64_t i = first; i < first + W && i < later.count; i++) prefetch(later.keys[i], later.bytes);
     for (int64_t u = 0; u < units; u += W) {
       vu v[W];
-      for (int i = 0; i < W; i++) v[i] = first + i < count ? load<vu>((const uint32_t*)keys[first + i] + u) : (vu){};
+      for (int i = 0; i < W; i++)
+        v[i] = first + i < slots.count ? load<vu>((const uint32_t*)slots.keys[first + i] + u) : (vu){};
       transpose(v);
       for (int i = 0; i < W; i++) {
         if (Product<T>::kWidening == 2) {
@@ -121,21 +141,63 @@ void pack_keys(const T* const* keys, int64_t count, uint32_t* to, int64_t column
   }
 }
 
-// Values as rows `[units of the positions, dim]`, in the order of load2.
+// 2W dimensions of a unit of values, in the order of load2.
+template <class T>
+INLINE void pair_values(const T* value, const T* following, vu& a, vu& b) {
+  if (Product<T>::kPerUnit == 2) {
+    vu next = following ? load<vu>(following) : (vu){}, all = load<vu>(value);
+    a = (all & 0xffffu) | (next << 16);
+    b = (all >> 16) | (next & 0xffff0000u);
+  } else {
+    vf low, high;
+    load2(value, low, high);
+    a = (vu)low;
+    b = (vu)high;
+  }
+}
+
+// A unit of values as a row.
 template <class T>
 INLINE void pack_value(const T* value, const T* following, uint32_t* to, int64_t dim) {
   for (int64_t i = 0; i < dim; i += kPair) {
-    if (Product<T>::kPerUnit == 2) {
-      vu a = load<vu>(value + i), b = following ? load<vu>(following + i) : (vu){};
-      store(to + i, (a & 0xffffu) | (b << 16));
-      store(to + i + W, (a >> 16) | (b & 0xffff0000u));
-    } else {
-      vf a, b;
-      load2(value + i, a, b);
-      store(to + i, a);
-      store(to + i + W, b);
-    }
+    vu a, b;
+    pair_values(value + i, following ? following + i : nullptr, a, b);
+    store(to + i, a);
+    store(to + i + W, b);
   }
+}
+
+// The product of R rows of weights, from the unit `skip` on, with C * W dimensions of the values, which for few rows are
+// not worth being written down. Calls for `later` ones.
+template <class T, int R, int C>
+void values_block(const uint32_t* weights, int64_t ldw, Slots<T> slots, int64_t skip, int64_t at, Slots<T> later,
+                  float* out, int64_t ldo, bool add) {
+  enum { kStep = Product<T>::kPerUnit };
+  vf sums[R][C] = {};
+  if (add) load_sums(sums, out, ldo);
+  for (int64_t t = skip * kStep; t < slots.count; t += kStep) {
+    for (int64_t i = t; i < t + kStep && i < later.count; i++) prefetch(later.value(i), later.bytes);
+    const T *value = slots.value(t) + at, *following = t + 1 < slots.count ? slots.value(t + 1) + at : nullptr;
+    vu bs[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c += 2)
+      pair_values(value + c * W, following ? following + c * W : nullptr, bs[c], bs[c + 1]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) sums[r][c] = Product<T>::add(sums[r][c], weights[r * ldw + t / kStep], bs[c]);
+  }
+  store_sums(sums, out, ldo);
+}
+
+template <class T, int R>
+void few_values(const uint32_t* weights, int64_t ldw, Slots<T> slots, int64_t skip, Slots<T> later, float* out,
+                int64_t dim, bool add) {
+  int64_t at = 0;
+  for (; at + kCols * W <= dim; at += kCols * W, later.count = 0)
+    values_block<T, R, kCols>(weights, ldw, slots, skip, at, later, out + at, dim, add);
+  for (; at < dim; at += kPair, later.count = 0)
+    values_block<T, R, 2>(weights, ldw, slots, skip, at, later, out + at, dim, add);
 }
 
 // scores = to * tanh(scores * factor), within 2e-7 * to.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.kernels.attention import Scoring
@@ -96,10 +96,23 @@ class Step:
         return batch.contexts.attend(qkv, angles, self.storage.slots[0], self.case.scoring)[batch.sample_index]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
+@example(
+    Case(
+        KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
+        1,
+        [(96, 1), (104, 1)],
+        [(0, 48)],
+        Scoring(0.3),
+        torch.float32,
+    ),
+    0,
+)
 @given(cases(), st.integers(0, num_levels() - 1))
 def test_a_row_is_the_same_bit_for_bit_alone_and_among_those_that_share_its_prefix(case: Case, level: int) -> None:
-    """Shared blocks read for the wrong rows, a rest that does not go on where they end, sums put together otherwise."""
+    """Shared blocks read for the wrong rows, a rest that does not go on where they end, sums put together otherwise;
+    what a row has of its own cut off where the first row of its tile ends.
+    """
     step, rows = Step(case), list(range(len(case.spans)))
     with without_best(level):
         with threads(1):
