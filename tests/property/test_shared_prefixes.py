@@ -108,10 +108,22 @@ class Step:
     ),
     0,
 )
+@example(
+    Case(
+        KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=48, dtype="float32"),
+        25,
+        [(227, 1), (226, 1), (229, 1), (225, 1)],
+        [(0, 192)] * 3,
+        Scoring(0.3, None, 100),
+        torch.float32,
+    ),
+    0,
+)
 @given(cases(), st.integers(0, num_levels() - 1))
 def test_a_row_is_the_same_bit_for_bit_alone_and_among_those_that_share_its_prefix(case: Case, level: int) -> None:
     """Shared blocks read for the wrong rows, a rest that does not go on where they end, sums put together otherwise;
-    what a row has of its own cut off where the first row of its tile ends.
+    what a row has of its own cut off where the first row of its tile ends (first example), or what it sees where that
+    one's window begins (second).
     """
     step, rows = Step(case), list(range(len(case.spans)))
     with without_best(level):
@@ -124,8 +136,8 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_among_those_that_share_its_pref
 
 
 def test_rows_are_tiled_by_what_they_share() -> None:
-    """A search that finds nothing would cost no test its bits. 64 rows of 256 positions of which 192 are shared: each of
-    their two chunks in two tiles of 32 rows x 3 heads.
+    """A search that finds nothing would cost no test its bits. 64 rows of 256 positions of which 192 are shared: each
+    of their two chunks in two tiles of 32 rows x 3 heads.
     """
     layout = KVLayout(num_layers=1, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
     storage = KVStorage(layout, 1000, "cpu", dtype=torch.bfloat16)
