@@ -8,6 +8,15 @@ enum { kChunk = 128 };  // Positions attended to at once; the softmax of a query
 enum { kTileRows = 96 };  // Queries x G computed at once against a chunk, or one query if G is larger.
 enum { kPanel = 32 };  // Outputs side by side in a packed weight.
 
+enum { kShareStep = 32 };  // Rows share a multiple of so many positions of a chunk; a multiple of what products take.
+
+// Rows that are attended for together: one, or some that have one query each.
+struct Cut {
+  int64_t rows_at, num_rows;  // in `cut_rows`
+  int64_t first;              // query; of rows with one query: the chunk
+  int64_t shared;             // of several rows: positions of the chunk that all read from the same blocks
+};
+
 // The contexts of one step's rows; the same for all layers. Mirrored in attention.py.
 struct Contexts {
   int64_t num_tokens, num_tiles, num_heads, num_kv_heads, head_dim, block_size;
@@ -25,8 +34,8 @@ struct Contexts {
   const int64_t* tables;         // blocks of all rows
   const int64_t* partials_at;    // [R] first of the row's chunks in `partials`
   const int64_t* positions;      // [T]
-  const int64_t* tile_row;       // [tiles]
-  const int64_t* tile_first;     // [tiles] first query; of a row with one query: the chunk
+  const Cut* cuts;               // [tiles]
+  const int64_t* cut_rows;       // rows of all cuts
   const int64_t* slots;          // [T] slot of a token's key head 0, counted from the layer's first in block 0
   float* scratch;                // [all threads, scratch_floats]
   float* partials;               // [chunks, N, G, D + 2]

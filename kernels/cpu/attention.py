@@ -37,7 +37,7 @@ class _Struct(ctypes.Structure):
         ],
         *[(name, ctypes.c_int64) for name in ("window", "format", "num_threads", "scores")],
         *[(name, ctypes.c_void_p) for name in ("first_token", "num_queries", "start", "table_at", "tables")],
-        *[(name, ctypes.c_void_p) for name in ("partials_at", "positions", "tile_row", "tile_first", "slots")],
+        *[(name, ctypes.c_void_p) for name in ("partials_at", "positions", "cuts", "cut_rows", "slots")],
         *[(name, ctypes.c_void_p) for name in ("scratch", "partials", "pending")],
     ]
 
@@ -166,7 +166,7 @@ class Contexts:
         struct = self._structs[num_heads, window] = _Struct.from_buffer_copy(self._base)
         struct.num_heads, struct.window, struct.tile_queries = num_heads, window, tile_queries
         room = self._most_chunks + self._tokens // tile_queries + self._rows
-        tiles = np.empty(self._rows + 2 * room, dtype=np.int64)
+        tiles = np.empty(4 * self._rows + 5 * room, dtype=np.int64)
         split = self._lib.kvferry_cut_tiles(ctypes.byref(struct), self._rows, tiles.ctypes.data, room)
         threads = torch.get_num_threads()
         all_threads = max(threads, program_threads(threads))

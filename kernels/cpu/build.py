@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libkvferry_cpu.so"
 COMPILE_TIMEOUT_S = 300
-_UNITS = ("dispatch.cpp", "holders.cpp", "program.cpp")
+_UNITS = ("dispatch.cpp", "holders.cpp", "program.cpp", "tiles.cpp")
 """Compiled once; `kernels.cpp` once for each instruction set."""
 _HEADERS = (
     "api.h",
@@ -28,10 +28,12 @@ _HEADERS = (
     "int4.h",
     "linear.h",
     "linear_quantized.h",
+    "products.h",
     "program.h",
     "quantize.h",
     "sample.h",
     "small.h",
+    "tile.h",
     "vec.h",
 )
 SOURCES = (*_HEADERS, "kernels.cpp", *_UNITS)

@@ -86,30 +86,6 @@ EXPORT void kvferry_place_tokens(const Contexts* all, int64_t rows, int64_t* pos
   }
 }
 
-// Cuts the rows into tiles, the longest of a row first. out: partials_at [rows], then tile_row and tile_first one after
-// the other, which have room for `room` tiles each. Returns how many chunks are merged from parts.
-EXPORT int64_t kvferry_cut_tiles(Contexts* all, int64_t rows, int64_t* out, int64_t room) {
-  int64_t *partials_at = out, *tile_row = out + rows, *tile_first = tile_row + room, tiles = 0, split = 0;
-  all->scores = 0;
-  for (int64_t row = 0; row < rows; row++) {
-    int64_t count = all->num_queries[row], end = all->start[row] + count, before = all->start[row] - all->window + 1;
-    int64_t first = before > 0 ? before / kChunk : 0, chunks = (end - 1) / kChunk + 1 - first;
-    int64_t of_row = count == 1 ? chunks : (count + all->tile_queries - 1) / all->tile_queries;
-    partials_at[row] = split;
-    if (count == 1 && chunks > 1) split += chunks;
-    for (int64_t i = of_row - 1; i >= 0; i--, tiles++) {
-      tile_row[tiles] = row;
-      tile_first[tiles] = count == 1 ? first + i : i * all->tile_queries;
-    }
-    all->scores += count * (end < all->window ? end : all->window) * all->num_kv_heads;
-  }
-  all->num_tiles = tiles;
-  all->partials_at = partials_at;
-  all->tile_row = tile_row;
-  all->tile_first = tile_first;
-  return split;
-}
-
 // These return 0, or 1 for a width that is no multiple of 8.
 EXPORT int kvferry_embed_packed(int dtype, const int64_t* token_ids, const void* packed, void* out, float scale,
                                 int64_t vocab, int64_t rows, int64_t width, int threads) {

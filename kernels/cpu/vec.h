@@ -95,6 +95,17 @@ INLINE float sum(vf v) {
 
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 
+// Of lanes none of which is NaN.
+INLINE float largest(vf v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float most = v[0];
+  for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
+  return most;
+#endif
+}
+
 // bfloat16 bits in the upper half of each lane, rounded to nearest even; NaN stays NaN.
 INLINE vu rounded(vf v) {
   vu bits = (vu)v;
