@@ -38,7 +38,7 @@ from kvferry.runtime.kv.groups import KVGroups, one_group
 from kvferry.runtime.kv.layout import KVLayout
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model import runner as runner_module
-from kvferry.runtime.model.batch import Batch, make_batches
+from kvferry.runtime.model.batch import Batch, Batches
 from kvferry.runtime.model.parallel import SingleRank
 from kvferry.runtime.model.runner import Runner
 from kvferry.runtime.model.sampler import sample
@@ -162,7 +162,7 @@ class Bench:
 
 
 def _null_runner(kv: KVGroups, watch: Watch) -> Runner:
-    runner_module.make_batches = watch.timed("batch", make_batches)  # type: ignore[attr-defined]
+    Batches.make = watch.timed("batch", Batches.make)  # type: ignore[method-assign]
     runner_module.sample = watch.timed("sample", sample)  # type: ignore[attr-defined]
     return Runner(NullModel(watch), RankStorage(kv, "cpu"), SingleRank())
 

@@ -9,17 +9,18 @@ window read only the blocks in it; what stands in a block table before may be `N
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvferry.kernels.attention import PagedRows
-from kvferry.kernels.cpu.attention import FORMATS, Contexts, Geometry
+from kvferry.kernels.cpu.attention import CHUNK, FORMATS, Contexts, Geometry
 from kvferry.kernels.cpu.available import kernels_with
 from kvferry.kernels.formats import SlotFormat
 from kvferry.runtime.errors import InvariantBroken
@@ -71,7 +72,7 @@ class Batch:
     positions: torch.Tensor
     """int64 `[T]`."""
     num_positions: int
-    """More than any of them."""
+    """More than any of them, in this step and in those that go on in the same blocks."""
     sample_index: torch.Tensor
     """int64: the tokens whose logits are wanted, in the order of the plan's rows."""
     contexts: Contexts | None
@@ -90,10 +91,14 @@ class _Rows:
         decodes = lengths.max() == 1
         order = (-num_blocks if decodes else _turn(lengths, start, num_blocks)).argsort(kind="stable")
         self.block_size = block_size
-        self.rows = [rows[i] for i in order.tolist()]
+        self.order = order.tolist()
+        """Places in the plan."""
+        self.rows = [rows[i] for i in self.order]
         self.lengths, self.start, self.num_blocks = lengths[order], start[order], num_blocks[order]
         self.stops = self.lengths.cumsum()
         """Of each row's tokens in the batch."""
+        self.are_steps = bool(decodes) and all(row.num_samples == 1 for row in rows)
+        """Each is one token that another follows."""
         self.row_of = slice(None) if decodes else np.repeat(np.arange(len(rows)), self.lengths)
         """Of each token, `[T]`; as an index."""
         self.sample_index = self._sample_index(rows, order)
@@ -119,17 +124,24 @@ class _Rows:
 
     def tables(self, tables: Sequence[Table], first_block: int) -> Ints:
         """The rows' blocks end to end, counted from `first_block`. Raises `InvariantBroken` if there are too few."""
-        parts: list[array[int]] = []
-        for row, table, count in zip(self.rows, tables, self.num_blocks.tolist(), strict=True):
+        counts = self.num_blocks.tolist()
+        for row, table, count in zip(self.rows, tables, counts, strict=True):
             if not row.token_ids or len(table) < count:
                 raise InvariantBroken(
                     f"a row of a plan: {len(row.token_ids)} tokens from position {row.start} "
                     f"do not fit its {len(table)} blocks of {self.block_size}"
                 )
-            used = table if len(table) == count else table[:count]
-            parts.append(used if isinstance(used, array) else array("q", used))
-        whole = np.frombuffer(b"".join(parts), dtype=np.int64)
+        whole = np.frombuffer(_joined(tables, counts), dtype=np.int64)
         return np.where(whole == NO_BLOCK, NO_BLOCK, whole - first_block) if first_block else whole
+
+
+def _joined(tables: Iterable[Table], counts: Iterable[int]) -> bytes:
+    """The first blocks of each, so many."""
+    parts: list[array[int]] = []
+    for table, count in zip(tables, counts, strict=True):
+        used = table if len(table) == count else table[:count]
+        parts.append(used if isinstance(used, array) else array("q", used))
+    return b"".join(parts)
 
 
 def _turn(lengths: Ints, start: Ints, num_blocks: Ints) -> Ints:
@@ -137,12 +149,78 @@ def _turn(lengths: Ints, start: Ints, num_blocks: Ints) -> Ints:
     return np.where(lengths == 1, -num_blocks, np.where(start > 0, 1, 2))
 
 
+class Batches:
+    """Of one step after the other. A step in which every row is one token further in the same blocks keeps its arrays.
+
+    Then a batch of the step before must not be used any more.
+    """
+
+    def __init__(self, storage: RankStorage) -> None:
+        self._storage = storage
+        self._last: _Steady | None = None
+
+    def make(self, rows: Sequence[Row]) -> list[Batch]:
+        """As `make_batches`."""
+        last = self._last
+        if last is not None and last.go_on(rows):
+            return last.batches
+        arranged = _Rows(rows, self._storage.kv.block_size)
+        batches = _batches(arranged, self._storage)
+        contexts = [batch.contexts for batch in batches if batch.contexts is not None]
+        steady = arranged.are_steps and len(contexts) == len(batches)
+        self._last = _Steady(rows, arranged, batches, contexts) if steady else None
+        return batches
+
+
+class _Steady:
+    """Rows of one token each, and their batches."""
+
+    def __init__(
+        self, rows: Sequence[Row], arranged: _Rows, batches: list[Batch], contexts: Sequence[Contexts]
+    ) -> None:
+        self.batches = batches
+        self._contexts = contexts
+        self._next = [row.start + 1 for row in rows]
+        self._unit = gcd(arranged.block_size, CHUNK)
+        """Within so many positions neither blocks nor what attention makes of them change."""
+        self._order, self._counts = arranged.order, arranged.num_blocks.tolist()
+        self._tables = self._tables_of(arranged.rows)
+        self._token_ids = batches[0].token_ids.numpy()
+
+    def _tables_of(self, rows: Sequence[Row]) -> list[bytes]:
+        """By block group; `rows` in the order of attention."""
+        tables = [_joined([row.block_ids for row in rows], self._counts)]
+        if len(self.batches) > 1:
+            tables.append(_joined([row.window_block_ids for row in rows], self._counts))
+        return tables
+
+    def go_on(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows follow; then the batches are theirs."""
+        if len(rows) != len(self._next):
+            return False
+        unit = self._unit
+        for row, start in zip(rows, self._next, strict=True):
+            if row.start != start or not start % unit or len(row.token_ids) != 1 or row.num_samples != 1:
+                return False
+        ordered = [rows[i] for i in self._order]
+        if self._tables_of(ordered) != self._tables:
+            return False
+        self._token_ids[:] = [row.token_ids[0] for row in ordered]
+        self._next = [start + 1 for start in self._next]
+        for contexts in self._contexts:
+            contexts.go_on()
+        return True
+
+
 def make_batches(rows: Sequence[Row], storage: RankStorage) -> list[Batch]:
     """The batch as the layers of each block group see it; the order of tokens is the same.
 
     Raises `InvariantBroken` for a row without tokens or with too few blocks.
     """
-    arranged = _Rows(rows, storage.kv.block_size)
+    return _batches(_Rows(rows, storage.kv.block_size), storage)
+
+
+def _batches(arranged: _Rows, storage: RankStorage) -> list[Batch]:
     token_ids = arranged.token_ids()
     batches = [_batch(arranged, token_ids, [row.block_ids for row in arranged.rows], storage.groups[0])]
     for group, of_group in zip(storage.kv.groups[1:], storage.groups[1:], strict=True):
@@ -166,7 +244,7 @@ def _batch(rows: _Rows, token_ids: Ints, tables: Sequence[Table], storage: KVSto
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
-        num_positions=int((rows.start + rows.lengths).max()),
+        num_positions=int(rows.num_blocks.max()) * rows.block_size,
         sample_index=torch.from_numpy(rows.sample_index).to(device),
         contexts=contexts,
         format=storage.format,

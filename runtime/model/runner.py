@@ -9,7 +9,7 @@ import torch
 
 from kvferry.kernels.sampling import Largest
 from kvferry.runtime.kv.storage import RankStorage
-from kvferry.runtime.model.batch import Batch, make_batches
+from kvferry.runtime.model.batch import Batch, Batches
 from kvferry.runtime.model.parallel import TensorParallel
 from kvferry.runtime.model.sampler import sample
 from kvferry.runtime.step import SampleInput, StepPlan, StepResult
@@ -28,6 +28,7 @@ class Runner:
         self._model = model
         self._storage = storage
         self._parallel = parallel
+        self._batches = Batches(storage)
 
     def execute(self, plan: StepPlan, samples: Sequence[SampleInput]) -> StepResult:
         """Runs the forward pass; on rank 0 draws `num_samples` tokens per row (`samples` in the rows' order).
@@ -38,7 +39,7 @@ class Runner:
         if not plan.rows:
             return StepResult([])
         with torch.inference_mode():
-            batches = make_batches(plan.rows, self._storage)
+            batches = self._batches.make(plan.rows)
             logits, largest = self._model.forward(batches, self._storage)
             if self._parallel.rank or not len(logits):
                 return StepResult([])
