@@ -99,6 +99,8 @@ class _Rows:
         """Of each row's tokens in the batch."""
         self.are_steps = bool(decodes) and all(row.num_samples == 1 for row in rows)
         """Each is one token that another follows."""
+        self.joined: list[bytes] = []
+        """What `tables` has put together, one after the other."""
         self.row_of = slice(None) if decodes else np.repeat(np.arange(len(rows)), self.lengths)
         """Of each token, `[T]`; as an index."""
         self.sample_index = self._sample_index(rows, order)
@@ -131,7 +133,8 @@ class _Rows:
                     f"a row of a plan: {len(row.token_ids)} tokens from position {row.start} "
                     f"do not fit its {len(table)} blocks of {self.block_size}"
                 )
-        whole = np.frombuffer(_joined(tables, counts), dtype=np.int64)
+        self.joined.append(_joined(tables, counts))
+        whole = np.frombuffer(self.joined[-1], dtype=np.int64)
         return np.where(whole == NO_BLOCK, NO_BLOCK, whole - first_block) if first_block else whole
 
 
@@ -184,7 +187,7 @@ class _Steady:
         self._unit = gcd(arranged.block_size, CHUNK)
         """Within so many positions neither blocks nor what attention makes of them change."""
         self._order, self._counts = arranged.order, arranged.num_blocks.tolist()
-        self._tables = self._tables_of(arranged.rows)
+        self._tables = arranged.joined
         self._token_ids = batches[0].token_ids.numpy()
 
     def _tables_of(self, rows: Sequence[Row]) -> list[bytes]:
