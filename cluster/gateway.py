@@ -43,7 +43,7 @@ from kvferry.cluster.service import (
 )
 from kvferry.cluster.stream import RequestStream
 from kvferry.cluster.telemetry import Metrics
-from kvferry.runtime.errors import Cancelled, GroupUnavailable, InvalidArgument, KvferryError
+from kvferry.runtime.errors import Cancelled, DeadlineExceeded, GroupUnavailable, InvalidArgument, KvferryError
 from kvferry.runtime.ids import Epoch, GroupId, Peer
 from kvferry.runtime.model.spec import ModelSpec
 from kvferry.runtime.request import Request, check_length, check_token_ids
@@ -173,7 +173,7 @@ class Gateway:
         return request, self.coordinator.start(request)
 
     async def _request(self, call: GenerateCall) -> Request:
-        """Raises `InvalidArgument` naming the field."""
+        """Raises `InvalidArgument` naming the field, `DeadlineExceeded`."""
         arrival_ns = self._clock.now_ns()
         sampling = call.sampling
         sampling.check_vocabulary(self._spec.vocab_size)
@@ -181,7 +181,9 @@ class Gateway:
         max_context = self._max_context()
         check_length(len(token_ids), max_context)
         if call.timeout_s is not None and call.timeout_s <= 0:
-            raise InvalidArgument("timeout_s", call.timeout_s, "must be above 0")
+            raise DeadlineExceeded(
+                f"request {call.request_id}: its deadline had passed when it was read; allow more time"
+            )
         if sampling.seed is None:
             sampling = sampling.with_seed(secrets.randbits(63))
         # Groups with larger pools would go on until none of the others could take the sequence over.

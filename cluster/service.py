@@ -28,7 +28,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
-    """From now; `None`: no deadline but the server's own."""
+    """From now, 0 or less when it has passed on the way; `None`: no deadline but the server's own."""
     retry_budget: int | None = None
     """How often a sequence may begin anew elsewhere; `None`: as often as the server allows, which is the most."""
 

@@ -13,7 +13,7 @@ from kvferry.cluster.config import LimitOptions, ServeConfig
 from kvferry.cluster.gateway import Gateway
 from kvferry.cluster.service import ChatMessage, GenerateCall
 from kvferry.runtime.config import EngineConfig, SchedulerConfig
-from kvferry.runtime.errors import GroupUnavailable, InvalidArgument, QueueFull
+from kvferry.runtime.errors import DeadlineExceeded, GroupUnavailable, InvalidArgument, QueueFull
 from kvferry.runtime.ids import Epoch, RequestId
 from kvferry.runtime.model.files import load_spec, resolve_model
 from kvferry.runtime.request import SamplingParams
@@ -46,7 +46,6 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"messages": [ChatMessage("wizard", "hi")]}, {}, "role"),
     ({"messages": []}, {}, "messages"),
     ({"prompt": "\ud800"}, {}, "prompt"),
-    ({"prompt": "a", "timeout_s": 0.0}, {}, "timeout_s"),
     ({"prompt": "a"}, {"logit_bias": {49152: 1.0}}, "logit_bias"),
     ({"prompt": "a"}, {"stop_token_ids": [1 << 20]}, "stop_token_ids"),
 ]
@@ -61,6 +60,16 @@ async def test_bad_input_names_its_field_and_starts_nothing(
     call = GenerateCall(request_id=RequestId("r"), sampling=SamplingParams(**sampling), **fields)
     with pytest.raises(InvalidArgument, match=field):
         await anext(made.generate(call))
+    assert made.coordinator.in_flight == 0
+
+
+async def test_a_deadline_that_passed_on_the_way_is_no_bad_input(tokenizer: Tokenizer) -> None:
+    """Fault: under load a call was read as its time ran out, and its client told that `timeout_s=0.0` is bad."""
+    made = gateway(tokenizer)
+    for left_s in (0.0, -0.1):
+        call = GenerateCall(request_id=RequestId("r"), prompt="a", sampling=SamplingParams(), timeout_s=left_s)
+        with pytest.raises(DeadlineExceeded, match="request r: its deadline had passed"):
+            await anext(made.generate(call))
     assert made.coordinator.in_flight == 0
 
 
