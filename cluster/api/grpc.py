@@ -226,6 +226,9 @@ def make_server(service: Service, host: str, port: int, options: ServerOptions |
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", options.max_message_bytes),
             ("grpc.max_send_message_length", -1),
+            # Else calls that came before the event loop looked are cancelled at random, from the 1 000th on.
+            ("grpc.server.max_pending_requests", MAX_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
             # A client whose machine vanished is noticed and gives back what it held.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),

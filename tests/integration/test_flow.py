@@ -99,7 +99,7 @@ async def test_512_requests_against_pools_for_8(tiny_model: str, shared_ray: str
         block_size=BLOCK,
         num_blocks=POOL_FOR_8,
         timeout_s=LEASE_S,
-        limits=LimitOptions(max_queue_s=3600),  # however slow this machine: nobody is to be refused here
+        limits=LimitOptions(max_requests=max(BURSTS), max_queue_s=3600),  # nobody is to be refused here
     )
     transfers: list[TransferEvent] = []
     async with Deployment(config) as deployment:

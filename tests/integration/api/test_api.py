@@ -232,6 +232,14 @@ async def test_bugs_are_logged_not_told(target: str, service: Any) -> None:
     assert (entry["event"], entry["error"], entry["exc_info"]) == ("call_failed", "RuntimeError", True)
 
 
+async def test_thousands_of_calls_at_once_are_all_taken(target: str, service: Any) -> None:
+    """gRPC cancels calls, without a word, of which more than 1 000 arrived before the event loop looked."""
+    async with grpc.aio.insecure_channel(target) as channel:
+        tokenize = channel.unary_unary("/kvferry.v1.Inference/Tokenize")
+        answers = await asyncio.gather(*(tokenize(b"\x0a\x01a") for _ in range(3000)), return_exceptions=True)
+    assert {type(answer) for answer in answers} == {bytes}
+
+
 async def test_slow_client(target: str, service: Any) -> None:
     """A client that does not read makes the server buffer without bound."""
     async with grpc.aio.insecure_channel(target) as channel:
