@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from kvferry.cluster.completion import see_through
 from kvferry.cluster.config import GroupSpec
 from kvferry.cluster.supervisor import OnProgress
 from kvferry.cluster.topology import MIN_CPU_SHARE, Allotment
@@ -28,6 +29,7 @@ from kvferry.runtime.ids import Epoch, Peer
 from kvferry.runtime.transfer.ticket import GroupAddress
 
 PLACE_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 15.0
 TRIAL_TIMEOUT_S = 1
 """Whole seconds: Ray rounds down."""
 
@@ -52,10 +54,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
 class RayGroup:
     """The actors of one incarnation; implements `supervisor.Incarnation`."""
 
-    def __init__(self, peer: Peer, reservation: Any, on_this_machine: bool) -> None:
+    def __init__(self, peer: Peer, on_this_machine: bool) -> None:
         self.peer = peer
         self.target = ""
-        self._reservation = reservation
+        self._reservation: Any = None
         self.actors: list[Any] = []
         self._on_this_machine = on_this_machine
         self._processes: list[psutil.Process] = []  # each remembers its start time, so a reused pid is not hit
@@ -115,19 +117,35 @@ class RayGroup:
                 end.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
 
+    async def reserve(self, bundles: list[dict[str, float]]) -> Any:
+        """Asks for a placement group and returns it; `kill` gives it back. Raises `GroupUnavailable`."""
+        try:
+            await see_through(asyncio.to_thread(self._reserve, bundles), PLACE_TIMEOUT_S)
+        except TimeoutError:
+            raise GroupUnavailable(f"{self.peer}: Ray took no placement group within {PLACE_TIMEOUT_S:g} s") from None
+        return self._reservation
+
+    def _reserve(self, bundles: list[dict[str, float]]) -> None:
+        self._reservation = placement_group(bundles, strategy="STRICT_PACK", name=str(self.peer))
+
     async def kill(self) -> None:
         """Also ends a stopped (SIGSTOP) process, which Ray's own kill may not, where it is on this machine."""
-        await asyncio.to_thread(self._kill)
+        try:
+            await see_through(asyncio.to_thread(self._kill), KILL_TIMEOUT_S)
+        except TimeoutError:
+            _log.error("kill_unfinished", peer=str(self.peer), after_s=KILL_TIMEOUT_S)
 
     def _kill(self) -> None:
-        for actor in self.actors:
+        here = ray.is_initialized()  # else calls would start a Ray, or join somebody else's
+        for actor in self.actors if here else ():
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
         for process in self._processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        with contextlib.suppress(RayError):
-            remove_placement_group(self._reservation)
+        if here and self._reservation is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._reservation)
 
 
 class RayLauncher:
@@ -167,18 +185,18 @@ class RayLauncher:
         """Raises `ResourceMissing`, `GroupUnavailable`, and what a rank's load reports."""
         peer = Peer(allotment.spec.group, epoch)
         bundles = [{"CPU": allotment.cpus}] * allotment.spec.tp_size
-        reservation = await asyncio.to_thread(placement_group, bundles, strategy="STRICT_PACK", name=str(peer))
-        group = RayGroup(peer, reservation, self._options.host is not None)
+        group = RayGroup(peer, self._options.host is not None)
         try:
-            await self._reserve(allotment, reservation)
+            reservation = await group.reserve(bundles)
+            await self._place(allotment, reservation)
             group.actors = self._make(allotment, peer, reservation)
             await group.bring_up(self._options, on_progress)
         except BaseException:
-            await asyncio.shield(group.kill())
+            await group.kill()
             raise
         return group
 
-    async def _reserve(self, allotment: Allotment, reservation: Any) -> None:
+    async def _place(self, allotment: Allotment, reservation: Any) -> None:
         # `ready()` would start a task, and with it a process; `wait` only asks.
         if not await asyncio.to_thread(reservation.wait, PLACE_TIMEOUT_S):
             spec, free = allotment.spec, await asyncio.to_thread(_free_resources)

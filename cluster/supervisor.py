@@ -58,7 +58,7 @@ class Incarnation(Protocol):
         """Returns why, once any of its ranks has died."""
 
     async def kill(self) -> None:
-        """Ends all its processes. Safe to call more than once."""
+        """Ends all its processes, also when the caller is cancelled meanwhile. Safe to call more than once."""
 
 
 class Launcher(Protocol):
@@ -290,7 +290,7 @@ class Supervisor:
                 await port.close()
             return reason
         finally:
-            await asyncio.shield(incarnation.kill())
+            await incarnation.kill()
 
     def _up(self, place: Place, port: RemoteGroup) -> None:
         self._observer.group_up(port)

@@ -39,7 +39,6 @@ ALLOWED: dict[str, str] = {
     "cluster/placing.py Placer._wait await record.wake.wait()": "woken by events and membership; its deadline is "
     "around it, and a group that falls silent is abandoned, which wakes it",
     "cluster/ray_groups.py RayGroup.wait_dead await asyncio.wait()": "the supervisor watches silence beside it",
-    "cluster/ray_groups.py RayLauncher.start await asyncio.to_thread()": "asks Ray, with a deadline of its own",
     "cluster/ray_groups.py RayGroup.bring_up.load async for ….load.options().remote()": "`call` has the deadline",
     "cluster/ray_groups.py RayGroup.bring_up.load await reference": "`call` has the deadline",
     "cluster/worker.py Worker.load loading.result": "it is done by then",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.cluster import hub as hub_module
+from kvferry.cluster.completion import see_through
 from kvferry.cluster.config import GroupSpec
 from kvferry.cluster.peer_stream import RemoteGroup
 from kvferry.cluster.supervisor import OnProgress, Supervisor, SupervisorPolicy
@@ -45,7 +46,7 @@ class ToyGroup:
     async def kill(self) -> None:
         self.num_kills += 1
         if self.num_kills == 1:
-            await self.leader.stop()
+            await see_through(self.leader.stop(), 10)
 
 
 class ToyLauncher:
