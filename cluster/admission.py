@@ -128,7 +128,7 @@ class Admission:
         best, num_tokens = homes, demand.num_tokens + 1
         if num_tokens > roster.least_context:
             best = [p for p in homes if num_tokens <= p.max_context] or homes  # could ever hold one of them
-        num_blocks = float(self._router.num_blocks(demand, homes[0].member, {}))  # without hits it takes the most
+        num_blocks = float(self._router.num_blocks(demand, homes[0].member))  # without hits it takes the most
         num_sequences = float(demand.num_sequences)
         if new and (num_blocks > roster.least_room_blocks or num_sequences > roster.least_room_sequences):
             best = [
@@ -143,7 +143,7 @@ class Admission:
 
     def _has_room(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> bool:
         booked, info = self._router.load.booked(member.peer), member.info
-        num_blocks = booked.num_blocks + self._router.num_blocks(demand, member, hits)
+        num_blocks = booked.num_blocks + self._router.num_blocks(demand, member, hits.get(member.peer, 0))
         num_sequences = booked.num_sequences + demand.num_sequences
         return num_blocks <= AHEAD * info.num_blocks and num_sequences <= AHEAD * info.max_sequences
 
@@ -191,7 +191,7 @@ class Admission:
         excess = max(
             _excess(
                 sum([p.booked.num_blocks for p in homes]),
-                sum(self._router.num_blocks(d, homes[0].member, {}) for d in wanted),
+                sum(self._router.num_blocks(d, homes[0].member) for d in wanted),
                 sum([p.num_blocks for p in homes]),
             ),
             _excess(

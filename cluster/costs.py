@@ -1,24 +1,21 @@
-"""What a request costs on each group: the parts of the sum that `router.py` explains, from today's prices.
-
-Of a large fleet only those groups are weighed that may turn out the cheapest. They come in the order of a part of their
-cost, so that all others are passed over once that part alone is too much; and each has a bound, which is what it would
-cost with the longest prefix that any group has or can be sent. Bounds are computed as the costs are, with a smaller
-factor, so rounding cannot put them above.
-"""
+"""What a request costs on each group: the parts of the sum that `router.py` explains, from today's prices, and the
+cheapest groups. `kernels/cpu/weigh.cpp` does the same for whole fleets, with the same results (`native_costs.py`)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
-from kvferry.cluster.prices import Cost, Price
-from kvferry.runtime.ids import Peer
+from kvferry.cluster.depths import Depths
+from kvferry.cluster.prices import Price, Roster
 
 TRANSFER_LATENCY_S = 0.003
 """Expect, ticket and the last message's way: about three small messages and a step border."""
 COST_GRAIN_S = 1e-4
 """Costs closer than this are ties; ties go to who was chosen least recently."""
+
+Cost = tuple[float, Price]
+"""Seconds of some of the work on a group."""
 
 
 class Work(NamedTuple):
@@ -28,93 +25,78 @@ class Work(NamedTuple):
     num_sequences: int
     num_steps: float
     """Of decode, expected."""
-    hits: Mapping[Peer, int]
-    """Leading blocks that each group holds or is about to hold, and that it can send."""
-    held: Mapping[Peer, int]
+    hits: Depths
+    """Leading blocks that each group holds or is about to hold."""
     size: int
     """Of a block."""
     num_blocks: int
     """Full ones."""
     usable: int
     """Of these, need not be computed where they are: the last token always is, for its logits."""
-    deepest: int
-    """Leading ones that some group has."""
-    most_held: int
-    """Leading ones that some group can send; 0: nothing is fetched."""
     most_fetched: int
-    """Of these, the usable ones."""
+    """Usable leading ones that some group can send; 0: nothing is fetched."""
     least_gain_s: float
     """A fetch that gains less is not worth it."""
-    least_tokens: float
-    """To compute, wherever that is."""
-    least_prefill_s: float
-    """Of these, on the fastest group."""
 
-    def firsts(self, prices: Iterable[Price], limit_s: float = math.inf) -> list[Cost]:
-        """Seconds of queue, fetch, prefill and stall on each that may be the cheapest. `prices`: by `queue_s`.
+    def first_s(self, price: Price) -> float:
+        """Queue, fetch, prefill and stall."""
+        num_hits = min(self.hits.depth(price.peer), self.usable)
+        computed_s = price.queue_s + (self.num_tokens - num_hits * self.size) * price.token_s
+        if num_hits >= self.most_fetched:
+            return computed_s
+        fetch_s = TRANSFER_LATENCY_S + price.ferry_s(self.most_fetched - num_hits)  # fetch and queue go on at once
+        left_s = (self.num_tokens - self.most_fetched * self.size) * price.token_s
+        fetched_s = max(fetch_s, price.queue_s) + left_s
+        return fetched_s if computed_s - fetched_s > self.least_gain_s else computed_s
 
-        None of more than `limit_s`; all others within a grain of the least.
-        """
-        near, least_tokens, least_s = list[Cost](), self.least_tokens, self.least_prefill_s
-        for price in prices:
-            queue_s = price.queue_s
-            if queue_s + least_s > limit_s:
-                break
-            if queue_s + least_tokens * price.token_s > limit_s:
-                continue
-            cost_s = self._first_s(price)
-            if cost_s <= limit_s:
-                near.append((cost_s, price))
-                if cost_s + COST_GRAIN_S < limit_s:
-                    limit_s = cost_s + COST_GRAIN_S
-        return near
+    def second_s(self, price: Price) -> float:
+        """Transfer and decode."""
+        num_blocks = self.num_blocks - self.hits.depth(price.peer)
+        return TRANSFER_LATENCY_S + price.ferry_s(num_blocks) + self.decode_s(price)
 
-    def wholes(self, prices: Iterable[Price], limit_s: float = math.inf) -> list[Cost]:
-        """As `firsts`, with the seconds of decode. `prices`: by `alone_s`."""
-        near, least_tokens, least_s = list[Cost](), self.least_tokens, self.least_prefill_s
-        steps, n = float(self.num_steps), float(self.num_sequences)  # floats alone are multiplied faster
-        for price in prices:
-            least_decode_s = steps * price.alone_s
-            if least_s + least_decode_s > limit_s:
-                break
-            if price.queue_s + least_tokens * price.token_s + least_decode_s > limit_s:
-                continue
-            decode_s = steps * (price.step_s + n * price.join_s)
-            cost_s = self._first_s(price) + decode_s
-            if cost_s <= limit_s:
-                near.append((cost_s, price))
-                if cost_s + COST_GRAIN_S < limit_s:
-                    limit_s = cost_s + COST_GRAIN_S
-        return near
+    def whole_s(self, price: Price) -> float:
+        """All on one group."""
+        return self.first_s(price) + self.decode_s(price)
 
-    def seconds(self, prices: Iterable[Price]) -> list[Cost]:
-        """Seconds of transfer and decode on each that may be the cheapest: all within a grain of the least.
+    def decode_s(self, price: Price) -> float:
+        return self.num_steps * (price.step_s + self.num_sequences * price.join_s)
 
-        `prices`: by `alone_s`.
-        """
-        near, hits, num_blocks, limit_s = list[Cost](), self.hits, self.num_blocks, math.inf
-        steps, n = float(self.num_steps), float(self.num_sequences)
-        for price in prices:
-            if TRANSFER_LATENCY_S + steps * price.alone_s > limit_s:
-                break
-            num = num_blocks - hits.get(price.peer, 0)
-            ferry_s = num * price.block_s if price.is_plain else price.ferry_s(num)
-            cost_s = TRANSFER_LATENCY_S + ferry_s + steps * (price.step_s + n * price.join_s)
-            if cost_s <= limit_s:
-                near.append((cost_s, price))
-                if cost_s + COST_GRAIN_S < limit_s:
-                    limit_s = cost_s + COST_GRAIN_S
-        return near
 
-    def _first_s(self, price: Price) -> float:
-        num_hits, queue_s, token_s = self.hits.get(price.peer, 0), price.queue_s, price.token_s
-        if num_hits > self.usable:
-            num_hits = self.usable
-        cost_s = queue_s + (self.num_tokens - num_hits * self.size) * token_s
-        most = self.most_fetched
-        if num_hits < most:  # fetch and queue go on at once
-            fetch_s = TRANSFER_LATENCY_S + price.ferry_s(most - num_hits)
-            fetched_s = max(fetch_s, queue_s) + (self.num_tokens - most * self.size) * token_s
-            if cost_s - fetched_s > self.least_gain_s:
-                cost_s = fetched_s
-        return cost_s
+Found = tuple[Cost, tuple[Cost, Cost] | None]
+"""The cheapest group for all of it, and the cheapest pair of two groups between which there is something to ship: who
+prefills, and who decodes; `None` if there is none."""
+
+
+def weigh(work: Work, live: Roster, anywhere: bool) -> Found:
+    """Among those that live.
+
+    `anywhere`: all may be done on a group that only prefills, too. It must be where there is no other.
+    """
+    whole = cheapest(work.whole_s, live.prices if anywhere else live.homes)
+    assert whole is not None, "nobody lives"
+    return whole, _pair(work, live)
+
+
+def cheapest(cost_s: Callable[[Price], float], prices: list[Price]) -> Cost | None:
+    """Among ties who was chosen least recently."""
+    costs = [(cost_s(price), price) for price in prices]
+    if not costs:
+        return None
+    limit_s = min([cost_s for cost_s, _ in costs]) + COST_GRAIN_S
+    return min([cost for cost in costs if cost[0] <= limit_s], key=lambda cost: cost[1].turn)
+
+
+def _pair(work: Work, live: Roster) -> tuple[Cost, Cost] | None:
+    firsts, lacking = live.prefillers, [p for p in live.homes if work.hits.depth(p.peer) < work.num_blocks]
+    first, second = cheapest(work.first_s, firsts), cheapest(work.second_s, lacking)
+    if first is None or second is None:
+        return None
+    busy = first[1]
+    if busy is not second[1]:
+        return first, second
+    pairs = list[tuple[Cost, Cost]]()  # one of the two goes elsewhere
+    if other := cheapest(work.first_s, [p for p in firsts if p is not busy]):
+        pairs.append((other, second))
+    if other := cheapest(work.second_s, [p for p in lacking if p is not busy]):
+        pairs.append((first, other))
+    return min(pairs, key=lambda pair: (pair[0][0] + pair[1][0], firsts.index(pair[0][1])), default=None)

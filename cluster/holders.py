@@ -76,6 +76,22 @@ class HolderTable(ABC):
         Returns `(end of the run, set of holders)`; in the sets may be bits that are not `live`.
         """
 
+    def narrow(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
+        """Of holders in use, who has how many leading ones: each set of them is smaller than the one before.
+
+        Returns `(set of holders, leading hashes that all of them have)`, from 0 on.
+        """
+        left, found, begin = self.live, list[tuple[int, int]](), 0
+        while left and begin < len(hashes):
+            for end, holders in self.runs(hashes, begin):
+                if left & holders != left:
+                    found.append((left, begin))
+                    left &= holders
+                begin = end
+        if left:
+            found.append((left, begin))
+        return found
+
     @abstractmethod
     def shard(self, number: int) -> dict[BlockHash, int]:
         """A copy of all that stands there; slow."""

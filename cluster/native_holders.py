@@ -47,7 +47,9 @@ class NativeTable(HolderTable):
         self._num_words += 1
         self._ends = (ctypes.c_int64 * LOOKUPS)()
         self._sets = (ctypes.c_uint64 * (LOOKUPS * self._num_words))()
+        self._levels = (ctypes.c_uint64 * ((LOOKUPS + 2) * (1 + self._num_words)))()
         self._ends_at, self._sets_at = ctypes.addressof(self._ends), ctypes.addressof(self._sets)
+        self._levels_at = ctypes.addressof(self._levels)
 
     def add(self, bit: int, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         return self._put(bit, True, hashes)
@@ -74,6 +76,23 @@ class NativeTable(HolderTable):
             more = self._sets[word * num : word * num + num_runs]
             sets = [low | high << _WORD * word for low, high in zip(sets, more, strict=True)]
         return list(zip(self._ends[:num_runs], sets, strict=True))
+
+    def narrow(self, hashes: Sequence[BlockHash]) -> list[tuple[int, int]]:
+        left, found, begin, words = self.live, list[tuple[int, int]](), 0, self._num_words
+        while True:
+            part = hashes[begin : begin + LOOKUPS] if len(hashes) > LOOKUPS else hashes
+            live = left.to_bytes(words * _WORD // 8, "little")
+            num = self._code.kvferry_holders_narrow(self._table, _joined(part), len(part), live, words, self._levels_at)
+            flat = self._levels[: num * (1 + words)]
+            for i in range(0, len(flat), 1 + words):
+                left = flat[i + 1]
+                for word in range(1, words):
+                    left |= flat[i + 1 + word] << _WORD * word
+                found.append((left, begin + flat[i]))
+            begin += len(part)
+            if begin == len(hashes) or not found or found[-1][1] < begin:
+                return found
+            found.pop()
 
     def shard(self, number: int) -> dict[BlockHash, int]:
         names, found = self._names(number, -1), dict[BlockHash, int]()

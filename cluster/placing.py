@@ -135,9 +135,7 @@ class Placer:
         hashes, num_window = self.hashes(record, record.shared_tokens(sequences)), self._registry.num_window
         hits, held = self._index.find(hashes, now_ns, num_window)
         avoid = {peer for s in sequences for peer in s.avoid}
-        routable = self._router.prices.roster(members).peers
-        if len(held) > len(routable) or not held.keys() <= routable:
-            held = {peer: count for peer, count in held.items() if peer in routable}
+        held = held.among(self._router.prices.roster(members).peers)
         closed = self._admission.closed_to(demand, members, hits, new)
         return None if closed is None else self._router.route(demand, members, hits, avoid, held, closed)
 

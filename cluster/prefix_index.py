@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import xor
 from typing import NamedTuple
 
-from kvferry.cluster.holders import bits, longest_runs
+from kvferry.cluster.depths import Depths, Level, Owners
+from kvferry.cluster.holders import longest_runs
 from kvferry.cluster.kv_events import digest_bytes
 from kvferry.cluster.messages import KvEvents
 from kvferry.cluster.native_holders import holder_table
@@ -28,10 +29,6 @@ MAX_PENDING_FRAMES = 4096
 """Frames kept for replay after a snapshot that is on its way; more than that and the next snapshot is used."""
 EXPIRED_PER_CALL = 8
 """Bookings that one call of `expect` clears away; each call adds one."""
-FEW = 4
-"""Groups that are named anew each time."""
-MAX_PARTS = 1024
-"""Answers for a set of groups and a depth that are remembered; beyond that they are made anew."""
 
 
 class _Entries:
@@ -52,11 +49,11 @@ _Expected = tuple[int, _Entries]
 
 
 class Prefixes(NamedTuple):
-    """Leading blocks of a prompt per group; groups without any are left out."""
+    """Leading blocks of a prompt per group."""
 
-    hits: Mapping[Peer, int]
+    hits: Depths
     """That it holds or is about to hold."""
-    held: Mapping[Peer, int]
+    held: Depths
     """That it holds: what it could send now."""
 
 
@@ -66,9 +63,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._peers: dict[Peer, _Entries] = {}
         self._table = holder_table()
-        self._owners: dict[int, Peer] = {}
-        self._parts: dict[tuple[int, int], dict[Peer, int]] = {}
-        """By set of groups and depth. Given out as they are, so nobody may change them."""
+        self._owners = Owners({})
         self._expected: dict[BlockHash, tuple[_Expected, ...]] = {}
         """Blocks with the same expectations share one tuple. Some may have passed."""
         self._expiries: list[tuple[int, int, list[BlockHash]]] = []
@@ -108,7 +103,7 @@ class PrefixIndex:
         if [s for s, _ in later] != list(range(seq + 1, entries.seq + 1)):
             return True
         if entries.count:
-            self._clear(peer, entries)
+            self._clear(entries)
         self._store(entries, hashes)
         entries.trusted = True
         entries.seq = max(seq, entries.seq)
@@ -123,8 +118,8 @@ class PrefixIndex:
         if entries is None:
             return
         self._table.retire(entries.bit)
-        del self._owners[entries.bit]
         entries.bit = 0
+        self._renumber()
 
     # ------------------------------------------------------------ what routing asks
     def expect(self, peer: Peer, hashes: Sequence[BlockHash], now_ns: int, until_ns: int) -> None:
@@ -154,38 +149,35 @@ class PrefixIndex:
         """
         if num_window is not None:
             return self._find_runs(hashes, now_ns, num_window)
-        table, expected = self._table, self._expected
-        hits = held = table.live
-        hit_ends, held_ends = list[tuple[int, int]](), list[tuple[int, int]]()
-        begin = 0
-        while hits and begin < len(hashes):
-            for end, holders in table.runs(hashes, begin):
-                if hits & holders != hits:
-                    if (left := held & holders) != held:
-                        held_ends.append((held, begin))
-                        held = left
-                    for i in range(begin, end):  # what is expected may differ from block to block
-                        left = hits & holders
-                        for until_ns, entries in expected.get(hashes[i], ()):
-                            if until_ns > now_ns:
-                                left |= hits & entries.bit
-                        if left != hits:
-                            hit_ends.append((hits, i))
-                            hits = left
-                            if hits & holders == hits:
-                                break
-                    if not hits:
-                        break
-                begin = end
-        if hits:
-            hit_ends.append((hits, len(hashes)))
-            held_ends.append((held, len(hashes)))
-        found = self._depths(hit_ends)
-        return Prefixes(found, found if held_ends == hit_ends else self._depths(held_ends))
+        levels = self._table.narrow(hashes)
+        lacked = [hashes[depth] for _, depth in levels if depth < len(hashes)]
+        held = Depths(levels if not levels or levels[0][1] else levels[1:], self._owners)
+        if self._expected.keys().isdisjoint(lacked):
+            return Prefixes(held, held)
+        return Prefixes(self._expecting(hashes, now_ns), held)
 
-    def longest_prefix(
-        self, hashes: Sequence[BlockHash], now_ns: int, num_window: int | None = None
-    ) -> Mapping[Peer, int]:
+    def _expecting(self, hashes: Sequence[BlockHash], now_ns: int) -> Depths:
+        """With what is expected, which may differ from block to block."""
+        table, expected = self._table, self._expected
+        left, levels, begin = table.live, list[Level](), 0
+        while left and begin < len(hashes):
+            for end, holders in table.runs(hashes, begin):
+                i = begin
+                while i < end and left & holders != left:
+                    still = left & holders
+                    for until_ns, entries in expected.get(hashes[i], ()):
+                        if until_ns > now_ns:
+                            still |= left & entries.bit
+                    if still != left and i:
+                        levels.append((left, i))
+                    left = still
+                    i += 1
+                begin = end
+        if left and begin:
+            levels.append((left, begin))
+        return Depths(levels, self._owners)
+
+    def longest_prefix(self, hashes: Sequence[BlockHash], now_ns: int, num_window: int | None = None) -> Depths:
         """How many leading blocks each group holds or is about to hold; groups without any are left out."""
         return self.find(hashes, now_ns, num_window).hits
 
@@ -202,20 +194,19 @@ class PrefixIndex:
     def _entries(self, peer: Peer) -> _Entries:
         entries = self._peers.get(peer)
         if entries is None:
-            entries = self._peers[peer] = _Entries(self._new_bit(peer))
+            entries = self._peers[peer] = _Entries(self._table.new_holder())
+            self._renumber()
         return entries
 
-    def _new_bit(self, peer: Peer) -> int:
-        bit = self._table.new_holder()
-        self._owners[bit] = peer
-        self._parts.clear()  # the bit may have been another's
-        return bit
+    def _renumber(self) -> None:
+        """A bit is somebody else's now."""
+        self._owners = Owners({peer: entries.bit for peer, entries in self._peers.items()})
 
-    def _clear(self, peer: Peer, entries: _Entries) -> None:
+    def _clear(self, entries: _Entries) -> None:
         """The group holds nothing. What it expects stays."""
-        old, entries.bit = entries.bit, self._new_bit(peer)
+        old, entries.bit = entries.bit, self._table.new_holder()
         self._table.retire(old)
-        del self._owners[old]
+        self._renumber()
         entries.count = entries.digest = 0
 
     def _update(self, entries: _Entries, events: KvEvents | None) -> None:
@@ -268,43 +259,25 @@ class PrefixIndex:
                 if until_ns > now_ns:
                     holders |= entries.bit
             hits.append(holders)
-        found = self._owned(longest_runs(hits, num_window))
-        return Prefixes(found, found if hits == held else self._owned(longest_runs(held, num_window)))
+        found = self._windows(hits, num_window)
+        return Prefixes(found, found if hits == held else self._windows(held, num_window))
 
-    def _owned(self, runs: dict[int, int]) -> dict[Peer, int]:
-        return {self._owners[bit]: n for bit, n in runs.items()}
-
-    def _depths(self, ends: list[tuple[int, int]]) -> Mapping[Peer, int]:
-        """`ends`: groups and the block that some of them lack, deeper and deeper: who goes on is overwritten."""
-        found = dict[Peer, int]()
-        for holders, i in ends:
-            if i:
-                part = self._part(holders, i)
-                found = found | part if found else part
-        return found
-
-    def _part(self, holders: int, depth: int) -> dict[Peer, int]:
-        if holders.bit_count() <= FEW:  # there are too many different ones to remember them
-            return {self._owners[bit]: depth for bit in bits(holders)}
-        part = self._parts.get((holders, depth))
-        if part is None:
-            if len(self._parts) >= MAX_PARTS:
-                self._parts.clear()
-            part = self._parts[holders, depth] = {self._owners[bit]: depth for bit in bits(holders)}
-        return part
+    def _windows(self, sets: list[int], num_window: int) -> Depths:
+        runs, peer_of = longest_runs(sets, num_window), self._owners.peer_of
+        return Depths.of({peer_of[bit]: n for bit, n in runs.items()}, self._owners)
 
     def check_invariants(self) -> None:
         """Recomputes every derived value. For tests and audits."""
         self._table.check_invariants()
         for peer, entries in self._peers.items():
             hashes = self.hashes(peer)
-            assert self._owners[entries.bit] == peer, f"{peer}: its bit is another's"
+            assert self._owners.peer_of[entries.bit] == peer, f"{peer}: its bit is another's"
             assert len(hashes) == entries.count, f"{peer}: count out of step"
             assert _digest(0, hashes) == entries.digest, f"{peer}: digest out of step"
             assert not (entries.trusted and entries.pending), f"{peer}: trusted with frames pending"
             expects = {h for h, expected in self._expected.items() if any(e is entries for _, e in expected)}
             assert not expects & hashes, f"{peer}: expects blocks that it holds"
-        assert reduce(xor, self._owners, 0) == self._table.live, "bits in use differ from the groups'"
+        assert reduce(xor, self._owners.peer_of, 0) == self._table.live, "bits in use differ from the groups'"
         expiring = {(until_ns, h) for until_ns, _, hashes in self._expiries for h in hashes}
         for block_hash, expected in self._expected.items():
             assert len({id(entries) for _, entries in expected}) == len(expected) > 0, "expected twice, or by nobody"

@@ -6,10 +6,14 @@ changed. So a decision, which weighs every group, is a few multiplications for e
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Collection, Iterable, Sequence
+import struct
+import sys
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 
+from kvferry.cluster.depths import Owners
 from kvferry.cluster.messages import Load
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router_load import NOTHING_BOOKED, GroupRates, LoadBook
@@ -28,8 +32,6 @@ class Price:
         self.peer = member.peer
         self.name = str(member.peer)
         self.role = member.role
-        self.is_plain = member.info.max_held is None and member.info.beside is None
-        """All of a sequence's blocks stay, so all that are missing travel."""
         info = member.info
         self.max_context, self.max_sequences, self.num_blocks = info.max_context, info.max_sequences, info.num_blocks
         self.load: Load | None = None
@@ -45,15 +47,14 @@ class Price:
         """Until what waits there already is prefilled."""
         self.prefill_s = self.stall_s = self.token_s = 0.0
         """Per token: its own; others' meanwhile; both."""
-        self.step_s = self.join_s = self.alone_s = 0.0
-        """Of a decode step; what each sequence that joins adds to its own steps and the others'; both."""
+        self.step_s = self.join_s = 0.0
+        """Of a decode step; what each sequence that joins adds to its own steps and the others'."""
         self.block_s = 0.0
         """Per block of the main group that is sent there."""
         self.room_blocks = self.room_sequences = 0.0
         """A demand for no more than these has room for sure."""
-
-    def decode_s(self, num_steps: float, num_sequences: int) -> float:
-        return num_steps * (self.step_s + num_sequences * self.join_s)
+        self.turn = (0, self.name)
+        """Of groups that cost the same, the least is chosen: the number of its last choice, and its name."""
 
     def ferry_s(self, num_blocks: int) -> float:
         """Of so many leading blocks that the group lacks: of windows only the last ones travel."""
@@ -64,43 +65,75 @@ class Price:
         return num_sent * self.block_s
 
 
-Cost = tuple[float, Price]
-"""Seconds of some of the work on a group."""
+class Rows:
+    """The prices of a roster as `kernels/cpu/weigh.cpp` reads them."""
+
+    _ROW = struct.Struct("5d8q")
+    _STRIDE = _ROW.size + 3 * 8  # the rest is for what it computes
+
+    def __init__(self, prices: list[Price], owners: Owners) -> None:
+        self._buffer = ctypes.create_string_buffer(self._STRIDE * len(prices))
+        self.address = ctypes.addressof(self._buffer)
+        self.owners = owners
+        self._places = {price.peer: (i, price, self._facts(price)) for i, price in enumerate(prices)}
+        self._ranks = {name: rank for rank, name in enumerate(sorted([p.name for p in prices]))}
+        for price in prices:
+            self.write(price)
+
+    def write(self, price: Price) -> None:
+        """After it has changed."""
+        i, present, facts = self._places.get(price.peer, (0, None, ()))
+        if present is price:
+            prices = price.queue_s, price.token_s, price.step_s, price.join_s, price.block_s
+            picked, name = price.turn
+            self._ROW.pack_into(self._buffer, self._STRIDE * i, *prices, *facts, picked, self._ranks[name])
+
+    def _facts(self, price: Price) -> tuple[int, ...]:
+        """What does not change: blocks that travel, the role, and the number of the group's bit."""
+        info, beside = price.member.info, price.member.info.beside
+        max_held = sys.maxsize if info.max_held is None else info.max_held
+        others = (0, 0) if beside is None else (beside.max_held, beside.block_bytes)
+        roles = (price.role != "decode") | (price.role != "prefill") << 1
+        return max_held, *others, info.block_bytes, roles, self.owners.bit_of.get(price.peer, 0).bit_length() - 1
 
 
-_queue_s, _alone_s, _token_s = attrgetter("queue_s"), attrgetter("alone_s"), attrgetter("token_s")
 _room_blocks, _room_sequences = attrgetter("room_blocks"), attrgetter("room_sequences")
 
 
 class Roster:
-    """Groups that can be routed to, in the orders in which they are weighed."""
+    """Groups that can be routed to."""
 
-    def __init__(self, prices: list[Price]) -> None:
+    def __init__(self, prices: list[Price], part_of: Roster | None = None) -> None:
         self.prices = prices
+        self._part_of = part_of
         self.homes = [p for p in prices if p.role != "prefill"]
         self.prefillers = [p for p in prices if p.role != "decode"]
         self.peers = {p.peer for p in prices}
         self.least_context = min([p.max_context for p in self.homes or prices], default=0)
-        self.order()
+        self._rows: Rows | None = None
+        self.renewed([])
 
-    def order(self) -> None:
-        """After prices have changed."""
-        self.by_queue = sorted(self.prefillers, key=_queue_s)
-        """The prefillers, those with the shortest queues first."""
-        self.by_step = by_step(self.homes)
-        """The homes, those with the shortest steps first."""
-        self.least_token_s = min(map(_token_s, self.prices), default=0.0)
+    def renewed(self, prices: list[Price]) -> None:
+        """These have changed."""
         homes = self.homes or self.prices
         self.least_room_blocks = min(map(_room_blocks, homes), default=0.0)
         self.least_room_sequences = min(map(_room_sequences, homes), default=0.0)
+        if self._rows is not None:
+            for price in prices:
+                self._rows.write(price)
+
+    def rows(self, owners: Owners) -> Rows:
+        if self._rows is None or self._rows.owners is not owners:
+            self._rows = Rows(self.prices, owners)
+        return self._rows
 
     def without(self, peers: Collection[Peer]) -> Roster:
-        return Roster([p for p in self.prices if p.peer not in peers]) if peers else self
+        return Roster([p for p in self.prices if p.peer not in peers], self.everyone) if peers else self
 
-
-def by_step(prices: Iterable[Price]) -> list[Price]:
-    """Those with the shortest steps first."""
-    return sorted(prices, key=_alone_s)
+    @property
+    def everyone(self) -> Roster:
+        """Those whom this was taken from."""
+        return self._part_of or self
 
 
 class Prices:
@@ -113,6 +146,8 @@ class Prices:
         self._borrowers: set[Peer] = set()
         """Those that were not measured themselves: others' rates went into their prices."""
         self._outdated: list[Price] = []
+        self.turns: dict[Peer, int] = {}
+        """When each was chosen last, counted in choices; tell `changed` too."""
         self._members: Sequence[Member] = ()
         self._roster = Roster([])
 
@@ -128,8 +163,8 @@ class Prices:
         if self._outdated:
             for price in self._outdated:
                 self._renew(price)
+            self._roster.renewed(self._outdated)
             self._outdated.clear()
-            self._roster.order()
         return self._roster
 
     def one(self, member: Member) -> Price:
@@ -156,6 +191,7 @@ class Prices:
     def forget(self, peer: Peer) -> None:
         """The group is gone: whoever borrowed its rates borrows others'."""
         self._prices.pop(peer, None)
+        self.turns.pop(peer, None)
         self._members, self._roster = (), Roster([])
         self.measured(peer)
 
@@ -180,7 +216,7 @@ class Prices:
             waiting = max(1, waiting)
         price.stall_s, price.token_s = (1 + waiting) / rate, (2 + waiting) / rate
         price.step_s, price.join_s = price.base_s + price.slope_s * decoding, price.slope_s * (1 + decoding)
-        price.alone_s = price.step_s + price.join_s
+        price.turn = self.turns.get(price.peer, 0), price.name
         if booked.num_sequences == 0:
             price.room_blocks = price.room_sequences = math.inf
         else:  # of two block groups either may be full

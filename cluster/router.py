@@ -28,9 +28,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvferry.cluster.costs import COST_GRAIN_S, TRANSFER_LATENCY_S, Work
+from kvferry.cluster.costs import COST_GRAIN_S, TRANSFER_LATENCY_S, Work, cheapest
+from kvferry.cluster.depths import Depths, Owners
 from kvferry.cluster.messages import Load
-from kvferry.cluster.prices import Cost, Price, Prices, Roster, by_step
+from kvferry.cluster.native_costs import weigher
+from kvferry.cluster.prices import Price, Prices, Roster
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router_load import Booking, GroupRates, LoadBook
 from kvferry.runtime.config import check_range
@@ -134,8 +136,8 @@ class Router:
         self.load.on_change = self.prices.changed
         self._least_gain_s = -math.inf if config.fetch_prefix == "always" else COST_GRAIN_S
         """A fetch that gains less is not worth it."""
-        self._picked: dict[Peer, int] = {}
         self._num_picks = 0
+        self._weigh = weigher()
 
     # ------------------------------------------------------------ choosing
     def route(
@@ -152,33 +154,31 @@ class Router:
         Members in `avoid` are chosen only if there is nobody else, those in `closed` never. `held`: leading blocks that
         groups can send now.
         """
-        everyone = self.prices.roster(members)
-        live = _preferred(everyone.without(closed), avoid)
+        live = _preferred(self.prices.roster(members).without(closed), avoid)
         if not live.prices:
             return None
-        work = self._work(demand, hits, held, everyone)
-        return self._decide(demand, work, self._cheapest(demand, work, live))
+        hits, held = _as_depths(hits, held)
+        most_held = 0 if self._config.fetch_prefix == "never" else held.deepest
+        work = self._work(demand, hits, most_held, live.prices[0])
+        return self._decide(demand, work, held, self._cheapest(demand, work, live))
 
     def _cheapest(self, demand: Demand, work: Work, live: Roster) -> _Option:
-        if demand.max_new_tokens <= 1:
-            return self._whole(work, live.prices, "one token: no decode phase")
+        decodes = demand.max_new_tokens > 1
+        (whole_s, price), pair = self._weigh(work, live, not (decodes and live.homes))
+        if not decodes:
+            return _Option(whole_s, price, "one token: no decode phase")
         if not live.homes:
-            return self._whole(work, live.prices, "no decode group lives")
-        why = "cheapest on one group" if live.prefillers else "no prefill group lives"
-        apart = None if self._config.disaggregate == "never" else self._apart(work, live)
-        if apart is None:
-            return self._whole(work, live.homes, why)
-        if self._config.disaggregate == "always":
-            return apart
-        near = work.wholes(live.by_step, apart.cost_s + 3 * COST_GRAIN_S)  # with all that tie with a tie with it
-        if not near:
-            return apart
-        whole = _Option(*self._least(near), why)
-        if whole.cost_s < apart.cost_s - COST_GRAIN_S:
+            return _Option(whole_s, price, "no decode group lives")
+        whole = _Option(whole_s, price, "cheapest on one group" if live.prefillers else "no prefill group lives")
+        if pair is None or self._config.disaggregate == "never":
             return whole
-        if apart.cost_s < whole.cost_s - COST_GRAIN_S:
+        (first_s, prefill), (second_s, decode) = pair
+        apart = _Option(first_s + second_s, decode, "cheaper to prefill apart", prefill)
+        if self._config.disaggregate == "always" or apart.cost_s < whole_s - COST_GRAIN_S:
             return apart
-        return min(whole, apart, key=lambda option: (self._turn(option.first), self._turn(option.decode)))
+        if whole_s < apart.cost_s - COST_GRAIN_S:
+            return whole
+        return min(whole, apart, key=lambda option: (option.first.turn, option.decode.turn))
 
     def route_decode(
         self, demand: Demand, prefill: Member, members: Sequence[Member], hits: Mapping[Peer, int]
@@ -206,7 +206,7 @@ class Router:
         for peer in (decision.prefill, decision.decode):
             if peer is not None:
                 self._num_picks += 1
-                self._picked[peer] = self._num_picks
+                self.prices.turns[peer] = self._num_picks
         where = decision.prefill or decision.decode
         num_blocks = decision.num_blocks if decision.num_decoding else 0
         return self.load.book(where, decision.num_prefill_tokens, decision.decode, decision.num_decoding, num_blocks)
@@ -224,7 +224,6 @@ class Router:
         """The group is gone; bookings on it are released by their owners."""
         self.rates.forget(peer)
         self.prices.forget(peer)
-        self._picked.pop(peer, None)
 
     @property
     def num_bookings(self) -> int:
@@ -238,7 +237,7 @@ class Router:
     def check_invariants(self) -> None:
         self.load.check_invariants()
 
-    def num_blocks(self, demand: Demand, member: Member, hits: Mapping[Peer, int]) -> int:
+    def num_blocks(self, demand: Demand, member: Member, num_hits: int = 0) -> int:
         """Blocks that the demand is expected to take on a group in the end, besides those that are there.
 
         With two block groups: of the main one, or as large a share of it as is taken of the other.
@@ -249,85 +248,40 @@ class Router:
         own = -(-(demand.num_tokens + num_output) // size) - shared
         if info.max_held is not None:
             return demand.num_sequences * min(shared + own, info.max_held)
-        num_blocks = max(0, shared - hits.get(member.peer, 0)) + demand.num_sequences * own
+        num_blocks = max(0, shared - num_hits) + demand.num_sequences * own
         if (beside := info.beside) is None:
             return num_blocks
         held = demand.num_sequences * min(shared + own, beside.max_held)
         return max(num_blocks, -(-held * info.num_blocks // beside.num_blocks))
 
     # ------------------------------------------------------------ costs
-    def _work(self, demand: Demand, hits: Mapping[Peer, int], held: Mapping[Peer, int], everyone: Roster) -> Work:
-        size = everyone.prices[0].member.info.block_size  # the same in a whole cluster
+    def _work(self, demand: Demand, hits: Depths, most_held: int, price: Price) -> Work:
+        size = price.member.info.block_size  # the same in a whole cluster
         usable = max(0, demand.num_tokens - 1) // size
-        deepest = max(hits.values(), default=0)
-        most = deepest if held is hits else max(held.values(), default=0)
-        if self._config.fetch_prefix == "never":
-            most = 0
-        least_tokens = float(demand.num_tokens - min(max(most, deepest), usable) * size)
         return Work(
             demand.num_tokens,
             demand.num_sequences,
             min(demand.max_new_tokens - 1, self.rates.output_tokens),
             hits,
-            held,
             size,
             demand.num_tokens // size,
             usable,
-            deepest,
-            most,
-            min(most, usable),
+            min(most_held, usable),
             self._least_gain_s,
-            least_tokens,
-            least_tokens * everyone.least_token_s,
         )
-
-    def _whole(self, work: Work, prices: list[Price], reason: str) -> _Option:
-        """All on one group."""
-        return _Option(*self._least(work.wholes(by_step(prices))), reason)
-
-    def _apart(self, work: Work, live: Roster) -> _Option | None:
-        """The best pair of two groups between which there is something to ship; `None` if there is none."""
-        firsts, decoders = live.by_queue, live.by_step
-        if work.deepest >= work.num_blocks:
-            decoders = [p for p in decoders if work.hits.get(p.peer, 0) < work.num_blocks]
-        if not decoders or not firsts:
-            return None
-        pair = self._least(work.firsts(firsts)), self._least(work.seconds(decoders))
-        if (busy := pair[0][1]) is pair[1][1]:  # one of the two goes elsewhere
-            pairs = list[tuple[Cost, Cost]]()
-            if others := [p for p in firsts if p is not busy]:
-                pairs.append((self._least(work.firsts(others)), pair[1]))
-            if others := [p for p in decoders if p is not busy]:
-                pairs.append((pair[0], self._least(work.seconds(others))))
-            if not pairs:
-                return None
-            pair = min(pairs, key=lambda p: (p[0][0] + p[1][0], live.prefillers.index(p[0][1])))
-        (first_s, prefill), (second_s, decode) = pair
-        return _Option(first_s + second_s, decode, "cheaper to prefill apart", prefill)
 
     def _receiver(
         self, demand: Demand, source: Member, prices: list[Price], hits: Mapping[Peer, int], reason: str
     ) -> RoutingDecision | None:
-        if not prices:
-            return None
         first = self.prices.one(source)
-        work = self._work(demand, hits, {}, Roster([first]))
-        cost_s, price = self._least(work.seconds(by_step(prices)))
-        return self._decide(demand, work, _Option(cost_s, price, reason, first))
+        known, nothing = _as_depths(hits, {})
+        work = self._work(demand, known, 0, first)
+        best = cheapest(work.second_s, prices)
+        return None if best is None else self._decide(demand, work, nothing, _Option(*best, reason, first))
 
-    def _least(self, costs: list[Cost]) -> Cost:
-        """The cheapest; among ties who was chosen least recently."""
-        if len(costs) > 1:
-            limit_s = min([cost_s for cost_s, _ in costs]) + COST_GRAIN_S
-            costs = [cost for cost in costs if cost[0] <= limit_s]
-        return costs[0] if len(costs) == 1 else min(costs, key=lambda cost: self._turn(cost[1]))
-
-    def _turn(self, price: Price) -> tuple[int, str]:
-        return self._picked.get(price.peer, 0), price.name
-
-    def _fetch(self, work: Work, first: Price) -> Fetch | None:
+    def _fetch(self, work: Work, held: Depths, first: Price) -> Fetch | None:
         """What of the prefix `first` should get from a peer; `None`: it computes what it lacks."""
-        num_fetched = work.most_fetched - min(work.hits.get(first.peer, 0), work.usable)
+        num_fetched = work.most_fetched - min(work.hits.depth(first.peer), work.usable)
         if num_fetched <= 0:
             return None
         seconds = TRANSFER_LATENCY_S + first.ferry_s(num_fetched)
@@ -335,16 +289,16 @@ class Router:
         if gain_s <= self._least_gain_s:
             return None
         patience_s = max(MIN_FETCH_PATIENCE_S, FETCH_PATIENCE * num_fetched * work.size * first.prefill_s)
-        sources = [peer for peer, n in work.held.items() if n == work.most_held]
+        sources = held.having_most()
         source = sources[0] if len(sources) == 1 else max(sources, key=str)
         return Fetch(source, work.most_fetched, seconds, patience_s)
 
-    def _decide(self, demand: Demand, work: Work, option: _Option) -> RoutingDecision:
+    def _decide(self, demand: Demand, work: Work, held: Depths, option: _Option) -> RoutingDecision:
         hits, first, decode = work.hits, option.first, option.decode
-        fetch = self._fetch(work, first)
-        num_hits = fetch.num_blocks if fetch is not None else min(hits.get(first.peer, 0), work.usable)
+        fetch, num_there = self._fetch(work, held, first), hits.depth(decode.peer)
+        num_hits = fetch.num_blocks if fetch is not None else min(hits.depth(first.peer), work.usable)
         num_tokens = demand.num_tokens - num_hits * work.size
-        missing = work.num_blocks - hits.get(decode.peer, 0)
+        missing = work.num_blocks - num_there
         return RoutingDecision(
             prefill=None if option.prefill is None else option.prefill.peer,
             decode=decode.peer,
@@ -352,15 +306,23 @@ class Router:
             fetch=fetch,
             num_prefill_tokens=num_tokens,
             num_decoding=demand.num_decoding,
-            num_blocks=self.num_blocks(demand, decode.member, hits),
+            num_blocks=self.num_blocks(demand, decode.member, num_there),
             queue_s=first.queue_s,
             fetch_s=0.0 if fetch is None else max(0.0, fetch.seconds - first.queue_s),
             prefill_s=num_tokens * first.prefill_s,
             stall_s=num_tokens * first.stall_s,
             transfer_s=0.0 if option.prefill is None else TRANSFER_LATENCY_S + decode.ferry_s(max(0, missing)),
-            decode_s=decode.decode_s(work.num_steps, demand.num_sequences),
+            decode_s=work.decode_s(decode),
             reason=option.reason,
         )
+
+
+def _as_depths(hits: Mapping[Peer, int], held: Mapping[Peer, int]) -> tuple[Depths, Depths]:
+    """With the same bits."""
+    if isinstance(hits, Depths) and isinstance(held, Depths):
+        return hits, held
+    owners = Owners({peer: 1 << i for i, peer in enumerate(hits.keys() | held.keys())})
+    return Depths.of(hits, owners), Depths.of(held, owners)
 
 
 def _preferred(roster: Roster, avoid: Collection[Peer]) -> Roster:

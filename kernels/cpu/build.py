@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libkvferry_cpu.so"
 COMPILE_TIMEOUT_S = 300
-_UNITS = ("dispatch.cpp", "holders.cpp", "program.cpp", "tiles.cpp")
+_UNITS = ("dispatch.cpp", "holders.cpp", "program.cpp", "tiles.cpp", "weigh.cpp")
 """Compiled once; `kernels.cpp` once for each instruction set."""
 _HEADERS = (
     "api.h",
@@ -71,7 +71,7 @@ def compile_library(target: Path) -> None:
         build = f'-DKVFERRY_BUILD="{source_digest()}"'
         draft = f"{folder}/{LIBRARY}"
         units = [str(HERE / name) for name in _UNITS]
-        _run([*compiler, *_FLAGS, build, "-shared", *units, *objects, "-o", draft])
+        _run([*compiler, *_FLAGS, "-ffp-contract=off", build, "-shared", *units, *objects, "-o", draft])
         os.replace(draft, target)
 
 

@@ -171,6 +171,32 @@ EXPORT int64_t kvferry_holders_runs(const Table* t, const uint8_t* names, int64_
   return run + 1;
 }
 
+// How the holders in `live` [words] who have all names so far become fewer. levels: [n + 2, 1 + words], a depth and the
+// set of who has so many names; some of them lack the next one, or there is none. Returns how many levels.
+EXPORT int64_t kvferry_holders_narrow(const Table* t, const uint8_t* names, int64_t n, const uint64_t* live, int64_t words,
+                                      uint64_t* levels) {
+  uint64_t *level = levels, any = 0;
+  for (int64_t w = 0; w < words; w++) any |= level[1 + w] = live[w];
+  for (int64_t i = 0; i < n && i < kAhead; i++) ask_for(t, names, i);
+  for (int64_t i = 0; i < n && any; i++) {
+    if (i + kAhead < n) ask_for(t, names, i + kAhead);
+    const Shard& s = t->shards[names[i * sizeof(Name)]];
+    Name name = name_at(names, i);
+    const uint64_t* slot = s.capacity ? slot_at(s, find(s, name.word)) : nullptr;
+    uint64_t *left = level + 1, *next = left + words + 1, fewer = any = 0;
+    for (int64_t w = 0; w < words; w++) {
+      next[w] = left[w] & (slot && w < s.words ? slot[kName + w] : 0);
+      fewer |= next[w] ^ left[w];
+      any |= next[w];
+    }
+    if (!fewer) continue;
+    level[0] = (uint64_t)i;
+    level += 1 + words;
+  }
+  level[0] = (uint64_t)n;
+  return (level - levels) / (1 + words) + (any != 0);
+}
+
 // Takes holders [words, at least as many as any shard has] out of all sets of a shard. Returns how many names it had, or
 // -1 when memory was refused.
 EXPORT int64_t kvferry_holders_sweep(Table* t, int64_t shard, const uint64_t* gone) {

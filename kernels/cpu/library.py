@@ -39,8 +39,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_holders_free": (None, [_P]),
     "kvferry_holders_put": (_I64, [_P, _I64, _INT, _P, _I64, _P]),
     "kvferry_holders_runs": (_I64, [_P, _P, _I64, _I64, _I64, _P, _P]),
+    "kvferry_holders_narrow": (_I64, [_P, _P, _I64, _P, _I64, _P]),
     "kvferry_holders_sweep": (_I64, [_P, _I64, _P]),
     "kvferry_holders_names": (_I64, [_P, _I64, _I64, _P]),
+    "kvferry_weigh": (None, [_P, _P, _P]),
 }
 REMEDY = "build them with `python -m kvferry.kernels.cpu.build`"
 

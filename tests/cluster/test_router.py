@@ -254,8 +254,8 @@ def test_behind_a_window_a_sequence_takes_no_more_than_its_window(toy: Any) -> N
     )
     prefill = member(toy, "first", "prefill")
     router, demand = Router(RouterConfig()), Demand(1600, 2, 1)
-    assert router.num_blocks(demand, plain, {}) == 100 + 2
-    assert router.num_blocks(demand, windowed, {}) == 2 * 5
+    assert router.num_blocks(demand, plain) == 100 + 2
+    assert router.num_blocks(demand, windowed) == 2 * 5
     shipped = [router.route_decode(demand, prefill, [m], {}) for m in (plain, windowed)]
     assert shipped[1].transfer_s < shipped[0].transfer_s / 5  # type: ignore[union-attr]
 
@@ -265,6 +265,6 @@ def test_the_fuller_of_two_block_groups_counts(toy: Any) -> None:
     beside = WindowBlocks(num_blocks=50, max_held=5, block_bytes=100_000)
     port = toy.ManualPort("m", 1, "decode", block_size=16, block_bytes=400_000, num_blocks=200, beside=beside)
     mixed, router = Member(port, 0), Router(RouterConfig())
-    assert router.num_blocks(Demand(32, 1, 1), mixed, {}) == 3 * 200 // 50
-    assert router.num_blocks(Demand(1600, 1, 1), mixed, {}) == 101
-    assert router.num_blocks(Demand(1600, 1, 1), mixed, {mixed.peer: 100}) == 5 * 200 // 50
+    assert router.num_blocks(Demand(32, 1, 1), mixed) == 3 * 200 // 50
+    assert router.num_blocks(Demand(1600, 1, 1), mixed) == 101
+    assert router.num_blocks(Demand(1600, 1, 1), mixed, 100) == 5 * 200 // 50

@@ -161,6 +161,35 @@ def test_both_tables_answer_alike(held: list[list[int]], asked: list[int]) -> No
         assert answers[-1][0][-1][0] <= LOOKUPS
 
 
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, 63, 64, 65, 128, 140, 150]) | st.integers(0, 150), max_size=70),
+    holes=st.sets(st.tuples(st.integers(0, 69), st.integers(0, 149)), max_size=5),
+    gone=st.sets(st.integers(0, 69), max_size=5),
+    num_asked=st.sampled_from([0, 1, 63, 64, 65, 128, 129, 150]),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_ever_fewer_holders_of_a_prompt(
+    lengths: list[int], holes: set[tuple[int, int]], gone: set[int], num_asked: int
+) -> None:
+    """Faults: a holder that counts beyond its first gap or is dropped before it, where one call's part of a long prompt
+    ends, or beyond a word of bits; one that is retired but not swept."""
+    chain = [BlockHash(bytes([i]) * 16) for i in range(150)]
+    for table in tables():
+        depths = dict[int, int]()
+        for number, length in enumerate(lengths):
+            bit = table.new_holder()
+            kept = [i for i in range(length) if (number, i) not in holes]
+            table.add(bit, [chain[i] for i in kept])
+            if number in gone:
+                table.retire(bit)
+            else:
+                depths[bit] = next(i for i in range(num_asked + 1) if i == num_asked or i not in kept)
+        levels = table.narrow(chain[:num_asked])
+        assert levels == [
+            (sum(b for b, d in depths.items() if d >= depth), depth) for depth in sorted(set(depths.values()))
+        ]
+
+
 def test_names_of_another_length_are_refused() -> None:
     """Fault: C++ reads beyond what it was given."""
     table = tables()[-1]
