@@ -31,19 +31,29 @@ struct Part {
   float* values;  // [D] in the order of load2
 };
 
-INLINE void merge(Part& into, const Part& next, bool first, float scale, int64_t dim) {
-  if (first) {
-    into.top = next.top;
-    into.total = next.total;
-    memcpy(into.values, next.values, dim * sizeof(float));
-    return;
+// What W pairs of parts count for when they are put together.
+struct Merge {
+  vf top, old_factor, new_factor;
+
+  INLINE_LAMBDA Merge(vf old_top, vf new_top, float scale) {
+    top = max(new_top, old_top);
+    old_factor = exp2((old_top - top) * scale);
+    new_factor = exp2((new_top - top) * scale);
   }
-  float top = next.top > into.top ? next.top : into.top;
-  float old_factor = exp(splat((into.top - top) * scale))[0], new_factor = exp(splat((next.top - top) * scale))[0];
-  into.top = top;
-  into.total = into.total * old_factor + next.total * new_factor;
-  for (int64_t i = 0; i < dim; i += W)
-    store(into.values + i, load<vf>(into.values + i) * old_factor + load<vf>(next.values + i) * new_factor);
+
+  INLINE_LAMBDA void apply(int lane, Part& into, const Part& next, int64_t dim) const {
+    float old = old_factor[lane], fresh = new_factor[lane];
+    into.top = top[lane];
+    into.total = into.total * old + next.total * fresh;
+    for (int64_t i = 0; i < dim; i += W)
+      store(into.values + i, load<vf>(into.values + i) * old + load<vf>(next.values + i) * fresh);
+  }
+};
+
+INLINE void replace(Part& part, const Part& by, int64_t dim) {
+  part.top = by.top;
+  part.total = by.total;
+  memcpy(part.values, by.values, dim * sizeof(float));
 }
 
 template <class T>
@@ -59,7 +69,7 @@ class Worker {
   const Contexts& all;
   int64_t dim, group, units;
   int64_t to_value;  // bytes from a key to its value
-  float scale;  // of scores as `weigh` finds them: capped ones are scaled already
+  float scale;  // of exponents of 2, of scores as `weigh` finds them: capped ones are scaled already
   const T* keys[2][kChunk];  // where they are stored, in whatever format
   const T* own[2][kChunk];   // those that one of several rows does not share, and those of the next
   const T* vectors[kChunk];  // keys, then values of the chunk in rows of `unpacked`
@@ -75,7 +85,7 @@ class Worker {
     group = all.num_heads / all.num_kv_heads;
     units = dim / Product<T>::kPerUnit;
     to_value = all.num_kv_heads * all.block_size * all.slot_bytes;
-    scale = job.softcap > 0 ? 1.0f : job.scale;
+    scale = (job.softcap > 0 ? 1.0f : job.scale) * 1.44269504f;
     int64_t rows = all.tile_queries * group;
     float* p = all.scratch + me * all.scratch_floats;
     auto part = [&](int64_t count) { float* at = p; p += count; return at; };
@@ -177,12 +187,26 @@ class Worker {
     weigh_rows(tile, start, span);
     add_values(keys[now], span, next, false);
     for_each_rest(tile, [&](const T** keys, Span rest, Slots<T> later) { add_values(keys, rest, later, true); });
-    if (tile.single) return;
-    for (int64_t r = span.from; r < span.to; r++) {
-      Part into = {tops[r], totals[r], merged + r * dim};
-      merge(into, fresh_part(r), first_seen(all, tile.position + r / group) >= start, scale, dim);
-      tops[r] = into.top;
-      totals[r] = into.total;
+    if (!tile.single) merge_rows(tile, start, span);
+  }
+
+  // Rows that see nothing before this chunk have nothing to be merged with.
+  void merge_rows(const Tile& tile, int64_t start, Span span) {
+    for (int64_t r = span.from; r < span.to; r += W) {
+      vf new_tops;
+      int64_t count = span.to - r < W ? span.to - r : W;
+      for (int i = 0; i < W; i++) new_tops[i] = scores[(r + (i < count ? i : 0)) * kChunk];
+      Merge merge(load<vf>(tops + r), new_tops, scale);
+      for (int i = 0; i < count; i++) {
+        Part into = {tops[r + i], totals[r + i], merged + (r + i) * dim};
+        if (first_seen(all, tile.position + (r + i) / group) >= start) {
+          replace(into, fresh_part(r + i), dim);
+        } else {
+          merge.apply(i, into, fresh_part(r + i), dim);
+        }
+        tops[r + i] = into.top;
+        totals[r + i] = into.total;
+      }
     }
   }
 
@@ -314,7 +338,12 @@ class Worker {
       Part into = chunks > 1 ? Part{0, 0, merged} : fresh_part(member * group + g);
       for (int64_t c = 0; c < chunks && chunks > 1; c++) {
         float* from = partial(tile, row, c) + g * (dim + 2);
-        merge(into, Part{from[0], from[1], from + 2}, c == 0, scale, dim);
+        Part next = {from[0], from[1], from + 2};
+        if (c == 0) {
+          replace(into, next, dim);
+        } else {
+          Merge(splat(into.top), splat(next.top), scale).apply(0, into, next, dim);
+        }
       }
       give(into, out(tile, row, 0) + g * dim);
     }

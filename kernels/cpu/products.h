@@ -208,8 +208,8 @@ INLINE void cap(float* scores, int64_t padded, float factor, float to) {
   }
 }
 
-// Softmax numerators of one row of raw scores, of which those in [begin, end) count; the rest up to `padded` becomes 0.
-// Returns the largest score; the numerators' sum is that of the lanes of `*total`.
+// Softmax numerators, 2^(scale * (score - largest)), of one row of raw scores, of which those in [begin, end) count; the
+// rest up to `padded` becomes 0. Returns the largest score; the numerators' sum is that of the lanes of `*total`.
 template <class T>
 float weigh(float* scores, uint32_t* weights, int64_t begin, int64_t end, int64_t padded, float scale, vf* total) {
   vf most = splat(-__builtin_inff()), sums = {};
@@ -218,7 +218,7 @@ float weigh(float* scores, uint32_t* weights, int64_t begin, int64_t end, int64_
   for (int64_t t = 0; t < padded; t += W) most = max(load<vf>(scores + t), most);
   float m = largest(most);
   for (int64_t t = 0; t < padded; t += kPair) {
-    vf a = exp((load<vf>(scores + t) - m) * scale), b = exp((load<vf>(scores + t + W) - m) * scale);
+    vf a = exp2((load<vf>(scores + t) - m) * scale), b = exp2((load<vf>(scores + t + W) - m) * scale);
     sums += a;
     sums += b;
     if (Product<T>::kPerUnit == 2) {

@@ -199,6 +199,9 @@ void rotate_and_write(void* arg) {
     T* x = (T*)job->qkv + token * (heads + 2 * kv_heads) * dim;
     uint8_t* slot = (uint8_t*)job->cache + all->slots[token] * all->slot_bytes;
     const T *cos = cosines + all->positions[token] * half, *sin = sines + all->positions[token] * half;
+    int64_t stride = all->block_size * all->slot_bytes;  // from a head to the next
+    for (int64_t head = 0; head < 2 * kv_heads; head++)  // each lies elsewhere; queries are turned meanwhile
+      for (int64_t i = 0; i < all->slot_bytes; i += 64) __builtin_prefetch(slot + head * stride + i, 1, 3);
     for (int64_t head = 0; head < heads; head++, x += dim) {
       if (job->q_norm) normalise(x, (const T*)job->q_norm, x, dim, job->eps);
       if (all->format == kInt4) {
@@ -209,7 +212,6 @@ void rotate_and_write(void* arg) {
         rotate(x, x, cos, sin, half);
       }
     }
-    int64_t stride = all->block_size * all->slot_bytes;  // from a head to the next
     for (int64_t head = 0; head < 2 * kv_heads; head++, x += dim, slot += stride) {
       bool key = head < kv_heads;
       if (key && job->k_norm) normalise(x, (const T*)job->k_norm, x, dim, job->eps);

@@ -135,6 +135,29 @@ INLINE void store2(float* p, vf a, vf b) {
 }
 INLINE void store2(bf16* p, vf a, vf b) { store(p, (rounded(a) >> 16) | (rounded(b) & 0xffff0000u)); }
 
+// 2^x of what is at most 127, within 2 units of the last place; exactly 0 below -150; NaN stays NaN.
+INLINE vf exp2(vf x) {
+#ifdef __AVX512F__
+  x = (vf)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // the infinite has no fraction; x if it is NaN
+  vf n = (vf)_mm512_roundscale_ps((__m512)x, 0);
+#else
+  vf shifted = x + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, found in the lowest bits
+  vf n = shifted - 12582912.0f;
+#endif
+  vf r = x - n;
+  vf p = 1.3264727e-3f * r + 9.6715130e-3f;
+  p = p * r + 5.5507336e-2f;
+  p = p * r + 2.4022242e-1f;
+  p = p * r + 6.9314700e-1f;
+  p = p * r + 1.0f;
+#ifdef __AVX512F__
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  vf y = p * (vf)(((vi)shifted << 23) + 0x3f800000);
+  return x < splat(-126.0f) ? (vf){} : y;
+#endif
+}
+
 // e^x within 2 units of the last place; exactly 0 below -87, infinite above 88.37; NaN stays NaN.
 INLINE vf exp(vf x) {
   vf shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, found in the lowest bits
