@@ -29,12 +29,12 @@ def cut(pieces: Sequence[torch.Tensor], size: int, draw: random.Random) -> list[
     """The same bytes in pieces of whole blocks."""
     data = torch.cat(list(pieces))
     count = data.numel() // size
-    bounds = [0, *sorted(draw.sample(range(1, count), draw.randrange(count))), count]
+    bounds = [0, *sorted(draw.sample(range(1, count), draw.randrange(min(count, 3)))), count]
     return [data[a * size : b * size] for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("heads", [(0, HEADS), (0, 1), (1, 3)])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_blocks_land_where_they_belong(heads: tuple[int, int], seed: int) -> None:
     """Guards against blocks that change places within a piece or a run, and bytes written beside them."""
     draw = random.Random(seed)
@@ -46,7 +46,7 @@ def test_blocks_land_where_they_belong(heads: tuple[int, int], seed: int) -> Non
     to_ids = ids(*range(begin, begin + count)) if seed % 2 else ids(*draw.sample(range(NUM_BLOCKS), count))
     reading, writing = HeadSpan(source, heads), HeadSpan(target, heads)
     pieces = reading.read(from_ids, CPU, to_ids if seed % 3 else ())
-    writing.write(to_ids, pieces if seed % 4 else cut(pieces, reading.block_bytes, draw))
+    writing.write(to_ids, pieces if seed % 3 else cut(pieces, reading.block_bytes, draw))
     for one, other in zip(from_ids, to_ids, strict=True):
         wanted[other, :, :, slice(*heads)] = source[one, :, :, slice(*heads)]
     assert torch.equal(target, wanted)
