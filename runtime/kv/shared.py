@@ -65,9 +65,8 @@ def region_of(pieces: Sequence[torch.Tensor]) -> Region | None:
     """The one that all of them lie in."""
     if not pieces:
         return None
-    first, last = pieces[0].data_ptr(), pieces[0].data_ptr() + pieces[0].numel()
-    for piece in pieces[1:]:
-        first, last = min(first, piece.data_ptr()), max(last, piece.data_ptr() + piece.numel())
+    addresses = [piece.data_ptr() for piece in pieces]
+    first, last = min(addresses), max(a + piece.numel() for a, piece in zip(addresses, pieces, strict=True))
     with _lock:
         for region in _regions:
             if region.address <= first and last <= region.address + region.size:

@@ -6,7 +6,6 @@ import msgspec
 
 from kvferry.runtime.ids import BlockHash, BlockId, TransferId
 from kvferry.runtime.transfer.secret import TAG_BYTES, is_tag, tag
-from kvferry.runtime.transfer.transport import LinkName
 
 VERSION = 1
 MAX_BLOCKS = 256
@@ -44,7 +43,7 @@ class BlockRange(msgspec.Struct, frozen=True):
 class Expected(msgspec.Struct):
     """What the receiving end of one link knows by itself."""
 
-    name: LinkName
+    link: str
     fingerprint: bytes
     ranges: list[BlockRange]
     """Of the destination's pools."""
@@ -73,17 +72,18 @@ def parse(data: bytes, payload_bytes: int, link_seq: int, expected: Expected) ->
     count = len(header.block_ids)
     checks = (
         ("version", header.version, VERSION),
-        ("link name", header.link, str(expected.name)),
+        ("link name", header.link, expected.link),
         ("link sequence number", header.link_seq, link_seq),
-        ("layout fingerprint", header.fingerprint.hex(), expected.fingerprint.hex()),
+        ("layout fingerprint", header.fingerprint, expected.fingerprint),
         ("number of hashes", len(header.hashes), count),
     )
     for what, got, wanted in checks:
         if got != wanted:
-            return f"{what} is {got}, expected {wanted}"
+            return f"{what} is {_shown(got)}, expected {_shown(wanted)}"
     if not 1 <= count <= MAX_BLOCKS:
         return f"{count} blocks, must be 1 to {MAX_BLOCKS}"
-    ranges = [of for of in expected.ranges if all(of.first <= b < of.stop for b in header.block_ids)]
+    first, last = min(header.block_ids), max(header.block_ids)
+    ranges = [of for of in expected.ranges if of.first <= first and last < of.stop]
     if len(set(header.block_ids)) != count or not ranges:
         return f"block ids must differ and be below {expected.ranges[-1].stop}, and of one block group"
     if header.num_bytes != count * ranges[0].block_bytes:
@@ -91,3 +91,7 @@ def parse(data: bytes, payload_bytes: int, link_seq: int, expected: Expected) ->
     if payload_bytes != header.num_bytes:
         return f"announced size is {payload_bytes}, expected {header.num_bytes}"
     return header
+
+
+def _shown(value: object) -> object:
+    return value.hex() if isinstance(value, bytes) else value

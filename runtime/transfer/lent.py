@@ -113,6 +113,10 @@ class Buffers:
     def _total(self) -> int:
         return sum(buffer.memory.size for buffer in (*self._free.values(), *self._lent.values()))
 
+    @property
+    def any_lent(self) -> bool:
+        return bool(self._lent)
+
     def lend(self, number: int, pieces: Sequence[torch.Tensor], until: float) -> Loan:
         """Of one that is taken."""
         loan = self._loans[number] = Loan(self._lent[number], pieces, until)

@@ -264,7 +264,7 @@ class ReceiveLink:
         self._source = source
         self._span = span
         self._num_routes = num_routes
-        self._expected = Expected(name, context.fingerprint, span.ranges, context.secret)
+        self._expected = Expected(self._link, context.fingerprint, span.ranges, context.secret)
         self._wanted_again = False
         self.life = LinkThread(name, "receive", self._run, on_down)
 

@@ -157,8 +157,11 @@ class _End:
                     len(places) // 2,
                 )
                 packet += struct.pack(f"<{len(given_up)}I{len(places)}Q", *given_up, *places) + header
-                self._socket.settimeout(deadline.remaining())
-                socket.send_fds(self._socket, [packet], descriptors)
+                if descriptors:
+                    self._socket.settimeout(deadline.remaining())
+                    socket.send_fds(self._socket, [packet], descriptors)
+                else:
+                    self._put(packet, deadline)
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
@@ -166,7 +169,7 @@ class _End:
     def _take(self, size: int, deadline: Deadline) -> tuple[int, Buffer, int | None]:
         while True:
             with contextlib.suppress(BlockingIOError):
-                while True:
+                while self._buffers.any_lent:
                     self._hear_freed(0.0)
             if (taken := self._buffers.take(size)) is not None:
                 return taken

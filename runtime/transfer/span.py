@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from kvferry.runtime.errors import InvariantBroken
 from kvferry.runtime.ids import BlockId
 
+_memcpy = ctypes.CDLL(None).memcpy
+_memcpy.argtypes, _memcpy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+"""Half the time of numpy for a single block, and a message may have 64 of them. Others have their turn meanwhile."""
 MAX_GATHERED = 2
 """What `read` has gathered of late and stays as it is."""
 
@@ -35,7 +39,9 @@ class HeadSpan:
             raise InvariantBroken(f"block storage must be contiguous with 6 dimensions, not {tuple(blocks.shape)}")
         self._bytes = blocks.view(torch.uint8).flatten(4)[:, :, :, heads[0] : heads[1]]
         self._array = None if blocks.is_cuda else self._bytes.numpy()
-        self._flat = self._bytes.view(-1) if self._bytes.is_contiguous() else None
+        self._flat = self._bytes.view(-1).numpy() if self._bytes.is_contiguous() and not blocks.is_cuda else None
+        """Of whole blocks."""
+        self._address = self._bytes.data_ptr()
         self._scratch = [torch.empty(0, dtype=torch.uint8) for _ in range(MAX_GATHERED)]
         self.block_bytes = self._bytes[0].numel()
 
@@ -64,23 +70,31 @@ class HeadSpan:
 
     def places(self, block_ids: list[BlockId]) -> list[torch.Tensor]:
         """The storage of whole blocks as pieces in a row; none where a block is not one contiguous span in memory."""
-        return [] if self._array is None or self._flat is None else self._pieces(runs(block_ids))
+        return [] if self._flat is None else self._pieces(runs(block_ids))
 
     def _pieces(self, found: list[tuple[int, BlockId, int]]) -> list[torch.Tensor]:
         assert self._flat is not None
         size = self.block_bytes
-        return [self._flat[first * size : (first + count) * size] for _, first, count in found]
+        return [torch.from_numpy(self._flat[first * size : (first + count) * size]) for _, first, count in found]
 
     def write(self, block_ids: list[BlockId], pieces: Sequence[torch.Tensor]) -> None:
         """Mutates the storage. `pieces`: what `read` gave, cut between any blocks, on any device."""
-        begin, shape = 0, (-1, *self._bytes.shape[1:])
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self._bytes):
+            raise InvariantBroken(f"blocks {min(block_ids)} to {max(block_ids)}, but there are {len(self._bytes)}")
+        begin, size, shape = 0, self.block_bytes, (-1, *self._bytes.shape[1:])
         for piece in pieces:
-            ids = block_ids[begin : begin + piece.numel() // self.block_bytes]
+            ids = block_ids[begin : begin + piece.numel() // size]
             begin += len(ids)
             if self._array is None:
                 where = torch.tensor(ids, device=self._bytes.device)
                 self._bytes[where] = piece.to(self._bytes.device).view(shape)
                 continue
-            rows = piece.cpu().numpy().reshape(shape)
+            piece = piece if piece.is_cpu else piece.cpu()
+            if self._flat is not None:
+                source = piece.data_ptr()
+                for place, first, count in runs(ids):
+                    _memcpy(self._address + first * size, source + place * size, count * size)
+                continue
+            rows = piece.numpy().reshape(shape)
             for place, first, count in runs(ids):
                 self._array[first : first + count] = rows[place : place + count]

@@ -14,7 +14,10 @@ from kvferry.runtime.transfer.transport import LinkName
 
 
 def run(pipe: Connection, transport_name: TransportName, name: LinkName, sends: bool, action: str) -> None:
-    """Opens one end, says `open`, then: `idle` waits for ever; `middle` stops in mid-message; `lend` sends 7s."""
+    """Opens one end, says `open`, then: `idle` waits for ever; `middle` stops in mid-message; `lend` sends 7s.
+
+    `flows`: receives one message after the other.
+    """
     torch.set_num_threads(1)
     transport = make_transport(transport_name, "127.0.0.1")
     pipe.send(transport.address())
@@ -33,4 +36,7 @@ def run(pipe: Connection, transport_name: TransportName, name: LinkName, sends: 
             header = receiver.receive_header(20)
             assert header is not None
             pipe.send("header")
+        while action == "flows":
+            receiver.receive_header(20)
+            receiver.receive_payload(20).free()
     pipe.recv()  # for ever

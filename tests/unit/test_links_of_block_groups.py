@@ -103,7 +103,7 @@ def test_a_message_is_of_one_group(block_ids: list[int], num_bytes: int, says: s
     groups = kv(1, (10, 4))
     blocks = [torch.zeros(g.num_blocks, *g.layout.block_shape, dtype=torch.bfloat16) for g in groups.groups]
     name = LinkName(PREFILL, 0, DECODE, 0)
-    expected = Expected(name, groups.fingerprint, GroupSpan(groups, blocks, (0, 2)).ranges, NO_SECRET)
+    expected = Expected(str(name), groups.fingerprint, GroupSpan(groups, blocks, (0, 2)).ranges, NO_SECRET)
     header = MessageHeader(
         link=str(name),
         link_seq=0,
