@@ -178,12 +178,12 @@ class Program:
         contexts: Sequence[int],
         angles: Sequence[torch.Tensor],
     ) -> None:
-        """What the next runs read and write; kept until the next call, but for contexts.
+        """What the next runs read and write. Buffers and contexts must be kept by the caller.
 
         token_ids, wanted: contiguous int64. Buffers hold as many rows of whatever operations put there.
         contexts: addresses (`Contexts.address`); angles: by position, as `Contexts.attend` takes them.
         """
-        self._bound = (token_ids, wanted, *buffers, *angles)
+        self._bound = (token_ids, wanted, *angles)
         step = self._step
         step.rows, step.num_wanted = len(token_ids), len(wanted)
         step.token_ids, step.wanted = token_ids.data_ptr(), wanted.data_ptr()

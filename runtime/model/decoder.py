@@ -58,7 +58,7 @@ class Decoder:
         """
         compiled = self.compiled
         if compiled is not None and compiled.finds and compiled.follows(batches, storage):
-            return compiled.run()  # a token takes so short that what each function pulls into the caches counts
+            return compiled.run()  # the caches are full of weights: whatever else is called takes long
         return self._forward(batches, storage)
 
     @torch.inference_mode()
