@@ -110,6 +110,8 @@ class EngineLoop:
         wait_s = self._driver.wait_s(self._now_ns(), IDLE_S)
         if wait_s > 0:
             self._on_rest()
+        elif not self._inbox.queue:  # what comes just now is read before the next step
+            return
         try:
             item = self._inbox.get(block=wait_s > 0, timeout=wait_s or None)
             for _ in range(MAX_MESSAGES_PER_TURN):

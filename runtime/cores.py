@@ -34,8 +34,6 @@ _NUM_SLOTS = 1024
 _BYTES = _COUNT.size + _NUM_SLOTS * _SLOT.size
 STEP_NS = 10_000_000_000
 """A longer step no longer counts as work."""
-LINGER_NS = 20_000_000
-"""For so long after a step its worker still counts as busy, unless it says that it rests: the next step may follow."""
 
 
 def usable_cores() -> int:
@@ -105,10 +103,6 @@ class CoreShare:
             ranks for _, group, ranks, until_ns in _SLOT.iter_unpack(used) if until_ns > now_ns and group != self._group
         )
         return max(1, int(self._num_cores // (self._group_size + others)))
-
-    def end(self) -> None:
-        """The step is over."""
-        self._note(time.monotonic_ns() + LINGER_NS)
 
     def rest(self) -> None:
         """There is nothing more to do: neighbours may have all cores at once."""

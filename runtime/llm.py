@@ -218,6 +218,7 @@ class LLM:
         finally:
             for key in running:
                 engine.cancel(key)
+            self._rank.rest()
 
 
 def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:

@@ -142,8 +142,6 @@ class Rank:
             if threads != torch.get_num_threads():
                 torch.set_num_threads(threads)
         result = self._runner.execute(plan, samples)
-        if plan.rows and cores is not None:
-            cores.end()
         if samples and links is not None:
             self._answer_ns = min(ANSWER_NS + (len(samples) - 1) * ANOTHER_NS, MAX_ANSWER_NS)
         return result

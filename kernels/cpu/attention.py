@@ -96,7 +96,6 @@ class Contexts:
         self._rows, self._tokens = len(num_queries), int(ends[-1])
         self._most_chunks = (int(start.sum()) + self._tokens) // CHUNK + self._rows
         of_rows = np.concatenate((ends - num_queries, num_queries, start, table_at))
-        self._start = of_rows[2 * self._rows : 3 * self._rows]
         of_tokens = np.empty((2, self._tokens), dtype=np.int64)
         self.positions: Ints = of_tokens[0]
         """`[T]`."""
@@ -115,19 +114,15 @@ class Contexts:
             setattr(self._base, name, at + i * step)
         self._base.positions = at = of_tokens.ctypes.data
         self._base.slots = at + self._tokens * 8
-        self._place()
+        self._places = ctypes.byref(self._base), self._rows, at, self._base.slots
+        lib.kvferry_place_tokens(*self._places)
         self._structs: dict[tuple[int, int], _Struct] = {}
         self._kept: list[object] = [tables, of_rows, of_tokens]
         """What the structs point to."""
 
-    def _place(self) -> None:
-        base = self._base
-        self._lib.kvferry_place_tokens(ctypes.byref(base), self._rows, base.positions, base.slots)
-
     def go_on(self) -> None:
         """Each row is one token and stands one position further now, in the block and the chunk that were its last."""
-        self._start += 1
-        self._place()
+        self._lib.kvferry_move_tokens(*self._places)
         for key in [key for key in self._structs if key[1] != _NO_WINDOW]:
             del self._structs[key]  # a window moves on; without one a row's tiles are those of its blocks
         threads = torch.get_num_threads()

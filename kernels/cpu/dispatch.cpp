@@ -86,6 +86,12 @@ EXPORT void kvferry_place_tokens(const Contexts* all, int64_t rows, int64_t* pos
   }
 }
 
+// The same with each row one token further: `start`, which is the caller's, is counted up.
+EXPORT void kvferry_move_tokens(const Contexts* all, int64_t rows, int64_t* positions, int64_t* slots) {
+  for (int64_t row = 0; row < rows; row++) ((int64_t*)all->start)[row]++;
+  kvferry_place_tokens(all, rows, positions, slots);
+}
+
 // These return 0, or 1 for a width that is no multiple of 8.
 EXPORT int kvferry_embed_packed(int dtype, const int64_t* token_ids, const void* packed, void* out, float scale,
                                 int64_t vocab, int64_t rows, int64_t width, int threads) {

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "kvferry_linear_quantized": (None, [_INT, _INT, *[_P] * 5, *[_I64] * 5, _INT]),
     "kvferry_attend": (_INT, [_INT, _P, _P, _P, _I64, _P, _P, _FLOAT, _FLOAT, _FLOAT, _P, _P]),
     "kvferry_place_tokens": (None, [_P, _I64, _P, _P]),
+    "kvferry_move_tokens": (None, [_P, _I64, _P, _P]),
     "kvferry_cut_tiles": (_I64, [_P, _I64, _P, _I64]),
     "kvferry_share_cores": (None, [_P]),
     "kvferry_run": (None, [_P, _I64, _P, _INT, _INT]),

@@ -68,7 +68,9 @@ class Program:
         self._ops: list[_Op] = []
         self._list = (_Op * 0)()
         self._step = _Step()
+        self._largest, self._places = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
         self._kept: list[object] = []
+        self._bound: tuple[torch.Tensor, ...] = ()
         self._finds = False
 
     def embed(self, embedding: Embedding, out: int) -> None:
@@ -168,19 +170,20 @@ class Program:
         for op in self._list[attention], self._list[attention + 1]:
             op.contexts, op.cache = contexts, cache
 
-    def run(
+    def bind(
         self,
         token_ids: torch.Tensor,
         wanted: torch.Tensor,
         buffers: Sequence[torch.Tensor],
         contexts: Sequence[int],
         angles: Sequence[torch.Tensor],
-    ) -> tuple[list[float], list[int]] | None:
-        """token_ids, wanted: contiguous int64. Buffers hold as many rows of whatever operations put there.
+    ) -> None:
+        """What the next runs read and write. Buffers and contexts must be kept by the caller.
 
-        Returns what `kernels.sampling.argmax` would, if there is an operation for it.
+        token_ids, wanted: contiguous int64. Buffers hold as many rows of whatever operations put there.
         contexts: addresses (`Contexts.address`); angles: by position, as `Contexts.attend` takes them.
         """
+        self._bound = (token_ids, wanted, *angles)
         step = self._step
         step.rows, step.num_wanted = len(token_ids), len(wanted)
         step.token_ids, step.wanted = token_ids.data_ptr(), wanted.data_ptr()
@@ -190,11 +193,15 @@ class Program:
             step.contexts[i] = address
         for i, angle in enumerate(angles):
             step.angles[i], step.num_angles[i] = angle.data_ptr(), angle.shape[1]
-        largest, places = np.empty(len(wanted), dtype=np.float32), np.empty(len(wanted), dtype=np.int64)
-        step.largest, step.places = largest.ctypes.data, places.ctypes.data
+        self._largest = np.empty(len(wanted), dtype=np.float32)
+        self._places = np.empty(len(wanted), dtype=np.int64)
+        step.largest, step.places = self._largest.ctypes.data, self._places.ctypes.data
+
+    def run(self) -> tuple[list[float], list[int]] | None:
+        """Returns what `kernels.sampling.argmax` would, if there is an operation for it."""
         threads = program_threads(torch.get_num_threads())
-        self._lib.kvferry_run(self._list, len(self._list), ctypes.byref(step), self._dtype, threads)
-        return (largest.tolist(), places.tolist()) if self._finds else None
+        self._lib.kvferry_run(self._list, len(self._list), ctypes.byref(self._step), self._dtype, threads)
+        return (self._largest.tolist(), self._places.tolist()) if self._finds else None
 
     def _add(self, **fields: float | None) -> None:
         self._ops.append(_Op(**fields))

@@ -188,7 +188,7 @@ class _Steady:
         """Within so many positions neither blocks nor what attention makes of them change."""
         self._order, self._counts = arranged.order, arranged.num_blocks.tolist()
         self._tables = arranged.joined
-        self._token_ids = batches[0].token_ids.numpy()
+        self._token_ids = batches[0].token_ids.numpy().data
 
     def _tables_of(self, rows: Sequence[Row]) -> list[bytes]:
         """By block group; `rows` in the order of attention."""
@@ -208,7 +208,8 @@ class _Steady:
         ordered = [rows[i] for i in self._order]
         if self._tables_of(ordered) != self._tables:
             return False
-        self._token_ids[:] = [row.token_ids[0] for row in ordered]
+        for i, row in enumerate(ordered):
+            self._token_ids[i] = row.token_ids[0]
         self._next = [start + 1 for start in self._next]
         for contexts in self._contexts:
             contexts.go_on()

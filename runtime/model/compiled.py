@@ -79,6 +79,8 @@ class CompiledDecoder:
             raise _NotPlain
         self._norm(norm, _X, _Y, _INNER, wanted=True)
         self._linear(head, _INNER, _LOGITS, wanted=True)
+        self.finds = finds
+        """Whether `run` gives whole logits, and what is largest in them."""
         if finds:
             self._program.argmax(_LOGITS, self._widths[_LOGITS])
         self._program.finish()
@@ -87,6 +89,13 @@ class CompiledDecoder:
         self._storage: weakref.ref[RankStorage] | None = None
         self._contexts: list[tuple[int, int, int | None]] = []
         """What a step has to bring: block group, query heads, window."""
+        self._bound: Sequence[Batch] | None = None
+        """Batches that the program will find where it found them last."""
+        self._logits = self._memory[_LOGITS]
+
+    def follows(self, batches: Sequence[Batch], storage: RankStorage) -> bool:
+        """Whether these are the batches of the last step, one token further: then `run` needs nothing else."""
+        return self._bound is batches and self._storage is not None and self._storage() is storage
 
     def takes(self, batches: Sequence[Batch], storage: RankStorage) -> bool:
         """Whether the kernels can read this storage."""
@@ -94,11 +103,8 @@ class CompiledDecoder:
             self._place(storage)
         return len(self._contexts) <= MAX_ATTENTIONS and all(batch.contexts is not None for batch in batches)
 
-    def run(self, angles: Sequence[torch.Tensor], batches: Sequence[Batch]) -> tuple[torch.Tensor, Largest | None]:
-        """This rank's part of the logits, and what is largest in them. Mutates the storage, which it `takes`.
-
-        The next call writes over the logits. Raises `DeviceError` if another rank of the group is gone.
-        """
+    def bind(self, angles: Sequence[torch.Tensor], batches: Sequence[Batch]) -> None:
+        """What `run` works on: batches in the storage that it `takes`."""
         contexts = []
         for group, num_heads, window in self._contexts:
             found = batches[group].contexts
@@ -110,10 +116,20 @@ class CompiledDecoder:
             rows = num_wanted if i == _LOGITS else len(batch.token_ids)
             if len(kept) < rows * self._widths[i]:
                 memory[i] = kept.new_empty(-(-rows // _ROWS) * _ROWS * self._widths[i])
-        largest = self._program.run(batch.token_ids, batch.sample_index, memory, contexts, angles)
+        self._program.bind(batch.token_ids, batch.sample_index, memory, contexts, angles)
+        self._logits = memory[_LOGITS][: num_wanted * vocab].view(num_wanted, vocab)
+        moves = any(window is not None for _, _, window in self._contexts)  # and its contexts are made anew
+        self._bound = None if moves else batches
+
+    def run(self) -> tuple[torch.Tensor, Largest | None]:
+        """This rank's part of the logits, and what is largest in them. Mutates the storage.
+
+        The next call writes over the logits. Raises `DeviceError` if another rank of the group is gone.
+        """
+        largest = self._program.run()
         if self._exchange is not None:
             self._exchange.check()
-        return memory[_LOGITS][: num_wanted * vocab].view(num_wanted, vocab), largest
+        return self._logits, largest
 
     def _place(self, storage: RankStorage) -> None:
         """Tells the program where each layer's KV lies."""

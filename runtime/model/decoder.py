@@ -56,17 +56,31 @@ class Decoder:
         Logits `[rows, vocab_size]` are as the head gives them, in the model's dtype; if they are capped, in float32.
         `batches`: by block group. Every rank must call it. Mutates `storage`.
         """
-        if self.compiled is not None and self.compiled.takes(batches, storage):
-            tables = [rotation.table(batches[0].num_positions, self.dtype) for rotation in self.rotations]
-            logits, largest = self.compiled.run(tables, batches)
+        compiled = self.compiled
+        if compiled is not None and compiled.finds and compiled.follows(batches, storage):
+            return compiled.run()  # the caches are full of weights: whatever else is called takes long
+        return self._forward(batches, storage)
+
+    @torch.inference_mode()
+    def _forward(self, batches: Sequence[Batch], storage: RankStorage) -> tuple[torch.Tensor, Largest | None]:
+        compiled, largest = self.compiled, None
+        if compiled is not None and (compiled.follows(batches, storage) or self._bind(compiled, batches, storage)):
+            logits, largest = compiled.run()
         else:
-            logits, largest = self.head(self._hidden(batches, storage)), None
+            logits = self.head(self._hidden(batches, storage))
         logits = self.parallel.all_gather(logits)
         if logits.shape[-1] > self.spec.vocab_size:
             logits = logits[..., : self.spec.vocab_size].contiguous()
         if (cap := self.spec.logit_softcap) is not None:
             logits = (logits.float() / cap).tanh_().mul_(cap)
         return logits, largest
+
+    def _bind(self, compiled: CompiledDecoder, batches: Sequence[Batch], storage: RankStorage) -> bool:
+        """False: the program cannot compute this step."""
+        if not compiled.takes(batches, storage):
+            return False
+        compiled.bind([rotation.table(batches[0].num_positions, self.dtype) for rotation in self.rotations], batches)
+        return True
 
     def _hidden(self, batches: Sequence[Batch], storage: RankStorage) -> torch.Tensor:
         """Final hidden states of the tokens of `sample_index`, layer by layer."""

@@ -38,9 +38,8 @@ class Runner:
         """
         if not plan.rows:
             return StepResult([])
-        with torch.inference_mode():
-            batches = self._batches.make(plan.rows)
-            logits, largest = self._model.forward(batches, self._storage)
-            if self._parallel.rank or not len(logits):
-                return StepResult([])
-            return StepResult(sample(logits, samples, largest))
+        batches = self._batches.make(plan.rows)
+        logits, largest = self._model.forward(batches, self._storage)
+        if self._parallel.rank or not samples:
+            return StepResult([])
+        return StepResult(sample(logits, samples, largest))

@@ -48,6 +48,14 @@ def sample(
     others = [r for r, one in enumerate(inputs) if not one.plain]
     if not others:
         return [SampledToken(token) for token in token_ids]
+    return _sample_others(logits_RV, inputs, others, token_ids)
+
+
+@torch.inference_mode()
+def _sample_others(
+    logits_RV: torch.Tensor, inputs: Sequence[SampleInput], others: list[int], token_ids: list[int]
+) -> list[SampledToken]:
+    """token_ids: of the largest logits, which will do for rows that are not among the others."""
     edited = {r: None for r in others if _edits(inputs[r])}
     if edited:
         _choose_edited(logits_RV, inputs, list(edited), token_ids)

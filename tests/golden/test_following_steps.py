@@ -37,13 +37,16 @@ class Side:
         self.storage = RankStorage(groups, "cpu", dtype=model.dtype, poison=True)
         self.batches = Batches(self.storage) if follows else None
         self.model = model
-        self.num_kept = 0
+        self.num_kept = self.num_followed = 0
+        """Steps whose arrays were those of the step before; and whose program was, too."""
         self._last: Sequence[Batch] = ()
 
     def step(self, rows: list[Row]) -> torch.Tensor:
         made = make_batches(rows, self.storage) if self.batches is None else self.batches.make(rows)
         self.num_kept += made is self._last
         self._last = made
+        compiled = self.model.compiled
+        self.num_followed += compiled is not None and compiled.follows(made, self.storage)
         with torch.inference_mode():
             return self.model.forward(made, self.storage)[0].clone()
 
@@ -108,9 +111,10 @@ def test_steps_that_follow_compute_what_new_ones_do(name: str, block_size: int, 
     config = CONFIGS[name]()
     if name == "mistral":
         config.sliding_window, config.head_dim = WINDOW, 16
-    model = build_from(randomised(name, config), SingleRank(), torch.float32)
+    weights = randomised(name, config)
+    model, other = (build_from(weights, SingleRank(), torch.float32) for _ in range(2))
     groups = resolve_kv(EngineConfig(cache=CacheConfig(block_size=block_size, num_blocks=200)), model.spec, 1)
-    kept, anew = Side(model, groups, True), Side(model, groups, False)
+    kept, anew = Side(model, groups, True), Side(other, groups, False)
     sequences = Sequences(seed, groups)
     for number in range(80):
         rows = sequences.step() if number else [sequences.join(count) for count in (5, 130, 100)]
@@ -123,5 +127,8 @@ def test_steps_that_follow_compute_what_new_ones_do(name: str, block_size: int, 
         assert torch.isfinite(logits).all()
         assert torch.equal(logits, anew.step(rows))
     assert kept.num_kept > 8
+    assert (kept.num_followed > 8) == (name == "gqa-tied"), "windows move on, so their programs do not follow"
+    assert not anew.num_kept
+    assert not anew.num_followed
     for one, other in zip(kept.storage.groups, anew.storage.groups, strict=True):
         assert torch.equal(one.blocks.view(torch.uint8), other.blocks.view(torch.uint8))
