@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 async def see_through(work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
     """What `work` returns or raises, once it is over, however often the waiting task is cancelled meanwhile.
 
-    Raises `asyncio.CancelledError` then, if the waiting task was, and `TimeoutError` while `work` goes on by itself.
+    Raises `asyncio.CancelledError` then, or after `timeout_s`, if the waiting task was; else `TimeoutError` after
+    `timeout_s`, while `work` goes on by itself.
     """
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -24,7 +25,7 @@ async def see_through(work: Coroutine[Any, Any, Result], timeout_s: float) -> Re
             cancelled = error
     if not task.done():
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        raise TimeoutError(f"not done within {timeout_s:g} s") from cancelled
+        raise cancelled or TimeoutError(f"not done within {timeout_s:g} s")
     if cancelled is not None:
         task.cancelled() or task.exception()
         raise cancelled

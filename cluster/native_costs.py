@@ -12,7 +12,6 @@ from kvferry.kernels.cpu.library import short_calls
 
 _REQUEST = struct.Struct("10q5d")
 _FOUND = struct.Struct("3d3q")
-_WORD = 8
 
 Weigh = Callable[[Work, Roster, bool], Found]
 """`costs.weigh`, or the same in C++."""
