@@ -17,6 +17,7 @@ from kvferry.runtime.cores import CoreShare, usable_cores
 from kvferry.runtime.errors import InvalidArgument
 from kvferry.runtime.heap import give_back
 from kvferry.runtime.kv.hashing import hash_root
+from kvferry.runtime.kv.pages import PageTaker
 from kvferry.runtime.kv.storage import RankStorage
 from kvferry.runtime.model.decoder import build_model
 from kvferry.runtime.model.files import load_spec, model_identity, resolve_model
@@ -105,6 +106,8 @@ class Rank:
             block_size = config.cache.block_size
             self.proposer = load_draft(speculation.draft_model, self.dtype, block_size, self.kv.num_blocks, device)
         give_back()
+        serves_on_cpu = host is not None and device.type == "cpu"
+        self._pages = PageTaker([group.blocks for group in self.storage.groups]) if serves_on_cpu else None
         self._runner = Runner(decoder, self.storage, self._parallel)
         self._links: Links | None = None
         self._answer_ns = 0
@@ -153,6 +156,8 @@ class Rank:
             self._cores.rest()
 
     def close(self) -> None:
+        if self._pages is not None:
+            self._pages.close()
         if self._links is not None:
             self._links.close()
         if self._transport is not None:

@@ -54,6 +54,8 @@ struct Attend {
   float scale, softcap;  // scores = softcap * tanh(scale * q k / softcap); 0: not capped
   int64_t num_angles;
   int64_t next, joined;  // tickets: work to do, threads that came
+  const int64_t* wanted;  // tokens, in any order, of which `out` is needed; null: of all
+  int64_t num_wanted;
 };
 
 struct Embed {
@@ -66,8 +68,8 @@ struct Embed {
 
 struct AddNorm {
   void* x;              // [·, width]; delta is added in place
-  const void* delta;    // [·, width] or null
-  const int64_t* index;  // [rows] which rows of x and delta; null: all
+  const void* delta;    // [rows, width] or null
+  const int64_t* index;  // [rows] which rows of x; null: all
   const void* weight;   // [width]
   void* out;            // [rows, width]
   float eps;

@@ -101,10 +101,10 @@ class Worker {
   }
 
   void run(int64_t* next_work) {
-    int64_t num_work = all.num_tiles * all.num_kv_heads, work = take(next_work, 1);
+    int64_t num_work = all.num_tiles * all.num_kv_heads, work = take_wanted(next_work, num_work);
     if (work < num_work) look_at(Tile(all, work), Tile(all, work).chunk);
     while (work < num_work) {
-      int64_t following = take(next_work, 1);  // known early, so that its keys are on their way
+      int64_t following = take_wanted(next_work, num_work);  // known early, so that its keys are on their way
       Tile tile(all, work);
       load_queries(tile);
       for (int64_t c = tile.chunk; c <= tile.last_chunk; c++) {
@@ -129,6 +129,21 @@ class Worker {
   }
 
  private:
+  int64_t take_wanted(int64_t* next_work, int64_t num_work) const {
+    int64_t work;
+    do work = take(next_work, 1);
+    while (work < num_work && !is_wanted(Tile(all, work)));
+    return work;
+  }
+
+  bool is_wanted(const Tile& tile) const {
+    if (!job.wanted || tile.single) return true;
+    int64_t first = all.first_token[tile.rows[0]] + tile.first;
+    for (int64_t i = 0; i < job.num_wanted; i++)
+      if (job.wanted[i] >= first && job.wanted[i] < first + tile.queries) return true;
+    return false;
+  }
+
   void look_at(const Tile& tile, int64_t chunk) {
     num_next = tile.common(chunk);
     tile.find_keys(all, job.cache, 0, chunk, tile.hidden(chunk), num_next, keys[1 - now]);

@@ -142,7 +142,7 @@ bool prepare(Run& run, const Op& op) {
       return rows * op.width >= kShared;
     case kAddNormOp:
       run.kernel = choose(op.width)->add_norm[run.dtype];
-      run.job.add_norm = {x, op.delta < 0 ? nullptr : step.buffers[op.delta], op.wanted ? step.wanted : nullptr,
+      run.job.add_norm = {x, op.delta < 0 ? nullptr : step.buffers[op.delta], op.of_all ? step.wanted : nullptr,
                           op.weight, out, op.eps, rows, op.width, grain(run, rows), 0};
       return rows * op.width >= kShared;
     case kQuantizeOp:
@@ -166,7 +166,8 @@ bool prepare(Run& run, const Op& op) {
       const Contexts* contexts = step.contexts[op.contexts];
       const Kernels* kernels = choose(contexts->head_dim);
       run.job.attend = {contexts, x, step.angles[op.angles], op.q_norm, op.k_norm, op.cache, out,
-                        op.eps, op.scale, op.softcap, step.num_angles[op.angles], 0, 0};
+                        op.eps, op.scale, op.softcap, step.num_angles[op.angles], 0, 0, op.of_all ? step.wanted : nullptr,
+                        step.num_wanted};
       run.kernel = (op.kind == kRotateOp ? kernels->rotate_and_write : kernels->attend)[run.dtype];
       return op.kind == kAttendOp ? contexts->scores >= kSharedScores : contexts->num_tokens >= 8;
     }
@@ -205,7 +206,7 @@ bool all_published(const Exchange& all) {
 // Sums x over the ranks, by messages as `ShmExchange.swap` sends them.
 bool reduce(const Run& run, const Op& op) {
   Exchange& all = *op.exchange;
-  int64_t element = run.dtype ? 2 : 4, left = run.step->rows * op.width * element;
+  int64_t element = run.dtype ? 2 : 4, rows = op.wanted ? run.step->num_wanted : run.step->rows, left = rows * op.width * element;
   for (uint8_t* x = (uint8_t*)run.step->buffers[op.x]; left > 0; x += all.buffer_bytes, left -= all.buffer_bytes) {
     int64_t bytes = left < all.buffer_bytes ? left : all.buffer_bytes;
     uint8_t* buffers = all.data + ++all.seq % 2 * all.size * all.buffer_bytes;
@@ -221,12 +222,25 @@ bool reduce(const Run& run, const Op& op) {
   return true;
 }
 
+// out = the wanted rows of x.
+void select(const Run& run, const Op& op) {
+  const Step& step = *run.step;
+  int64_t bytes = op.width * (run.dtype ? 2 : 4);
+  const uint8_t* x = (const uint8_t*)step.buffers[op.x];
+  uint8_t* out = (uint8_t*)step.buffers[op.out];
+  for (int64_t i = 0; i < step.num_wanted; i++) memcpy(out + i * bytes, x + step.wanted[i] * bytes, bytes);
+}
+
 // Up to the next operation to share.
 void advance(Run& run) {
   while (run.at < run.count) {
     const Op& op = run.ops[run.at++];
     if (op.kind == kReduceOp) {
       if (!reduce(run, op)) run.at = run.count;
+      continue;
+    }
+    if (op.kind == kSelectOp) {
+      select(run, op);
       continue;
     }
     bool shared = prepare(run, op);

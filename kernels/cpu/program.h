@@ -2,7 +2,18 @@
 #pragma once
 #include "api.h"
 
-enum OpKind { kEmbedOp, kAddNormOp, kQuantizeOp, kLinearOp, kGatedOp, kRotateOp, kAttendOp, kReduceOp, kArgmaxOp };
+enum OpKind {
+  kEmbedOp,
+  kAddNormOp,
+  kQuantizeOp,
+  kLinearOp,
+  kGatedOp,
+  kRotateOp,
+  kAttendOp,
+  kReduceOp,
+  kArgmaxOp,
+  kSelectOp,
+};
 enum { kBuffers = 6, kAttentions = 8 };
 
 // The memory through which the ranks of a group on one machine exchange messages, as `shm_parallel.py` says it.
@@ -33,7 +44,8 @@ struct Op {
   int64_t x, out;      // buffers
   int64_t delta;       // a buffer that is added to x before its norm is taken, or -1
   int64_t in, width;   // of a row of x (of an embedding: its rows), and of out
-  int64_t wanted;      // not 0: of the step's wanted rows alone
+  int64_t wanted;      // not 0: for the step's wanted rows alone
+  int64_t of_all;      // not 0, of those: x still holds all rows
   int64_t packed;      // not 0: an embedding that lies as a linear's weight
   int64_t activation;
   int64_t form;        // of quantised rows, or -1

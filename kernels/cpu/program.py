@@ -20,7 +20,7 @@ from kvferry.kernels.embedding import Embedding
 
 NUM_BUFFERS, MAX_ATTENTIONS = 6, 8
 """As in `program.h`."""
-_EMBED, _ADD_NORM, _QUANTIZE, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE, _ARGMAX = range(9)
+_EMBED, _ADD_NORM, _QUANTIZE, _LINEAR, _GATED, _ROTATE, _ATTEND, _REDUCE, _ARGMAX, _SELECT = range(10)
 
 
 class Exchange(ctypes.Structure):
@@ -36,8 +36,8 @@ class _Op(ctypes.Structure):
     """`Op` of `program.h`."""
 
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width", "wanted", "packed")],
-        *[(name, ctypes.c_int64) for name in ("activation", "form", "contexts", "angles")],
+        *[(name, ctypes.c_int64) for name in ("kind", "x", "out", "delta", "in_width", "width", "wanted", "of_all")],
+        *[(name, ctypes.c_int64) for name in ("packed", "activation", "form", "contexts", "angles")],
         *[(name, ctypes.c_void_p) for name in ("weight", "bias", "after", "q_norm", "k_norm", "cache", "exchange")],
         *[(name, ctypes.c_float) for name in ("eps", "scale", "softcap")],
     ]
@@ -71,7 +71,7 @@ class Program:
         self._largest, self._places = np.empty(0, dtype=np.float32), np.empty(0, dtype=np.int64)
         self._kept: list[object] = []
         self._bound: tuple[torch.Tensor, ...] = ()
-        self._finds = False
+        self._finds = self._selected = False
 
     def embed(self, embedding: Embedding, out: int) -> None:
         """Rows for the step's tokens; those that the embedding does not have become NaN."""
@@ -84,12 +84,12 @@ class Program:
         self._add(kind=_EMBED, out=out, **sizes, weight=self._pointer(memory), scale=embedding.scale)
 
     def add_norm(
-        self, x: int, delta: int | None, weight: torch.Tensor, eps: float, out: int, *, wanted: bool = False
+        self, x: int, delta: int | None, weight: torch.Tensor, eps: float, out: int, *, of_all: bool = False
     ) -> None:
-        """`out` = norm of x, after delta, if any, was added to x. wanted: of the step's wanted rows alone."""
+        """`out` = norm of x, after delta, if any, was added to x. of_all: x holds all rows, after `select` too."""
         self._add(
             kind=_ADD_NORM,
-            wanted=wanted,
+            of_all=of_all and self._selected,
             x=x,
             delta=-1 if delta is None else delta,
             out=out,
@@ -105,18 +105,16 @@ class Program:
         bias: torch.Tensor | None,
         out: int,
         steps: int,
-        *,
-        wanted: bool = False,
     ) -> None:
-        """steps: a buffer of int32 for rows that are quantised first. wanted: x holds the wanted rows alone."""
+        """steps: a buffer of int32 for rows that are quantised first."""
         form = -1
         if isinstance(packed, PackedIntegers):
             form = packed.form
-            self._add(kind=_QUANTIZE, x=x, out=steps, in_width=packed.inputs, form=form, wanted=wanted)
+            self._add(kind=_QUANTIZE, x=x, out=steps, in_width=packed.inputs, form=form)
             x = steps
         pointers = {"weight": self._pointer(packed.weight), "bias": self._pointer(bias)}
         sizes = {"in_width": packed.inputs, "width": packed.outputs, "form": form}
-        self._add(kind=_LINEAR, x=x, out=out, wanted=wanted, **sizes, **pointers)
+        self._add(kind=_LINEAR, x=x, out=out, **sizes, **pointers)
 
     def gated(self, x: int, width: int, activation: str, out: int) -> None:
         """`activation` is one of `operations.ACTIVATIONS`; width: of `out`, half of x's."""
@@ -130,8 +128,13 @@ class Program:
         norms: tuple[torch.Tensor, torch.Tensor] | None,
         eps: float,
         out: int,
+        *,
+        wanted: bool = False,
     ) -> int:
-        """As `Contexts.attend`, with the step's angles of this number. Returns its place for `place`."""
+        """As `Contexts.attend`, with the step's angles of this number. Returns its place for `place`.
+
+        wanted: `out` may lack rows that are not.
+        """
         q_norm, k_norm = norms or (None, None)
         for kind in (_ROTATE, _ATTEND):
             self._add(
@@ -139,6 +142,7 @@ class Program:
                 x=qkv,
                 out=out,
                 angles=angles,
+                of_all=wanted,
                 q_norm=self._pointer(q_norm),
                 k_norm=self._pointer(k_norm),
                 eps=eps,
@@ -152,10 +156,15 @@ class Program:
         self._kept.append(exchange)
         self._add(kind=_REDUCE, x=x, width=width, exchange=ctypes.addressof(exchange))
 
+    def select(self, x: int, width: int, out: int) -> None:
+        """`out` = the step's wanted rows of x. From here on, all is done for these alone."""
+        self._selected = True
+        self._add(kind=_SELECT, x=x, out=out, width=width)
+
     def argmax(self, x: int, width: int) -> None:
-        """What `run` returns: of x, which holds the wanted rows alone."""
+        """What `run` returns, of x."""
         self._finds = True
-        self._add(kind=_ARGMAX, x=x, width=width, wanted=True)
+        self._add(kind=_ARGMAX, x=x, width=width)
 
     def finish(self) -> None:
         """All operations are put down."""
@@ -204,7 +213,7 @@ class Program:
         return (self._largest.tolist(), self._places.tolist()) if self._finds else None
 
     def _add(self, **fields: float | None) -> None:
-        self._ops.append(_Op(**fields))
+        self._ops.append(_Op(wanted=self._selected, **fields))
 
     def _pointer(self, tensor: torch.Tensor | None) -> int | None:
         if tensor is None:

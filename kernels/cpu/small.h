@@ -64,7 +64,7 @@ void add_norm(void* arg) {
       int64_t from = job->index ? job->index[row] : row;
       T* x = (T*)job->x + from * job->width;
       if (job->delta) {
-        const T* delta = (const T*)job->delta + from * job->width;
+        const T* delta = (const T*)job->delta + row * job->width;
         for (int64_t i = 0; i < job->width; i += 2 * W) {
           vf a, b, da, db;
           load2(x + i, a, b);

@@ -22,7 +22,7 @@ from kvferry.runtime.kv.shared import shared_empty
 
 
 class KVStorage:
-    """Uninitialised memory for `num_blocks` blocks; pages of a CPU are not touched before they are written."""
+    """Uninitialised memory for `num_blocks` blocks; a CPU's pages come when written, or taken (`pages.py`)."""
 
     def __init__(
         self,

@@ -7,9 +7,11 @@ Whatever is not plain is called layer by layer, with the same results.
     x       what the layers add to
     y       normed x, then what is to be added to x
     wide    queries, keys and values; gate and up
-    inner   what goes into the linears back to the hidden size, and into the head: rows whose logits are wanted
+    inner   what goes into the linears back to the hidden size, and into the head
     steps   rows of integers, for quantised weights
-    logits  of the wanted rows
+    logits
+
+Rows whose logits are not wanted end at the last layer's keys and values.
 """
 
 from __future__ import annotations
@@ -73,12 +75,14 @@ class CompiledDecoder:
         self._widths = [hidden, hidden, 0, 0, 0, 0]
         """Of the buffers' rows."""
         self._program.embed(embedding, _X)
-        self._attentions = [self._layer(layer, first=i == 0) for i, layer in enumerate(layers)]
+        self._attentions = [
+            self._layer(layer, first=i == 0, last=i == len(layers) - 1) for i, layer in enumerate(layers)
+        ]
         """Their numbers in the program, and which contexts they see: query heads and window."""
         if not layers or max(layer.attention.rotation for layer in layers) >= MAX_ATTENTIONS:
             raise _NotPlain
-        self._norm(norm, _X, _Y, _INNER, wanted=True)
-        self._linear(head, _INNER, _LOGITS, wanted=True)
+        self._norm(norm, _X, _Y, _INNER)
+        self._linear(head, _INNER, _LOGITS)
         self.finds = finds
         """Whether `run` gives whole logits, and what is largest in them."""
         if finds:
@@ -141,7 +145,7 @@ class CompiledDecoder:
             self._program.place(attention, self._contexts.index(kind), storage.groups[group].slots[place].data_ptr())
         self._storage = weakref.ref(storage)
 
-    def _layer(self, layer: DecoderLayer, first: bool) -> tuple[int, int, int | None]:
+    def _layer(self, layer: DecoderLayer, first: bool, last: bool) -> tuple[int, int, int | None]:
         attention, mlp = layer.attention, layer.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
             raise _NotPlain
@@ -149,8 +153,10 @@ class CompiledDecoder:
             raise _NotPlain
         self._norm(layer.attention_norm, _X, None if first else _Y)
         self._linear(attention.qkv, _Y, _WIDE)
-        attend = self._attention(attention)
-        self._linear(attention.output, _INNER, _Y)
+        attend = self._attention(attention, wanted=last)
+        if last:
+            self._program.select(_INNER, attention.num_heads * attention.head_dim, _WIDE)
+        self._linear(attention.output, _WIDE if last else _INNER, _Y)
         self._reduce(layer.parallel)
         if layer.attention_post_norm is not None:
             self._norm(layer.attention_post_norm, _Y, None)
@@ -173,12 +179,12 @@ class CompiledDecoder:
         self._exchange = parallel.exchange
         self._program.reduce(_Y, self._widths[_X], self._exchange.state)
 
-    def _norm(self, norm: Norm, x: int, delta: int | None, out: int = _Y, *, wanted: bool = False) -> None:
+    def _norm(self, norm: Norm, x: int, delta: int | None, out: int = _Y) -> None:
         if not isinstance(norm, RMSNorm):
             raise _NotPlain
-        self._program.add_norm(x, delta, norm.weight, norm.eps, out, wanted=wanted)
+        self._program.add_norm(x, delta, norm.weight, norm.eps, out, of_all=x == _X)
 
-    def _linear(self, linear: Linear, x: int, out: int, *, wanted: bool = False) -> int:
+    def _linear(self, linear: Linear, x: int, out: int) -> int:
         """Returns its number of outputs."""
         if not isinstance(linear, PackedLinear | QuantizedLinear) or (packed := linear.packed) is None:
             raise _NotPlain
@@ -186,11 +192,11 @@ class CompiledDecoder:
             self._widths[_STEPS] = max(self._widths[_STEPS], packed.row_units)
         self._widths[x] = max(self._widths[x], packed.inputs)
         self._widths[out] = max(self._widths[out], packed.outputs)
-        self._program.linear(x, packed, linear.bias, out, _STEPS, wanted=wanted)
+        self._program.linear(x, packed, linear.bias, out, _STEPS)
         return packed.outputs
 
-    def _attention(self, attention: Attention) -> int:
+    def _attention(self, attention: Attention, wanted: bool) -> int:
         norms, eps = None, 0.0
         if attention.q_norm is not None and attention.k_norm is not None:
             norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
-        return self._program.attend(_WIDE, attention.rotation, attention.scoring, norms, eps, _INNER)
+        return self._program.attend(_WIDE, attention.rotation, attention.scoring, norms, eps, _INNER, wanted=wanted)
