@@ -24,7 +24,7 @@ from tests.support.tiny_model import VOCAB
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 BLOCK = 8
-PROMPT, OUTPUT = 28, 12
+PROMPT, OUTPUT = 28, 60
 POOL_FOR_8 = 8 * (PROMPT + OUTPUT) // BLOCK
 BURSTS = (512, 1024, 2048)
 LEASE_S = 1.0
