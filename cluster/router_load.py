@@ -14,6 +14,8 @@ WEIGHT = 0.2
 PRIOR_OUTPUT_TOKENS = 128.0
 PRIOR_SLOPE = 0.05
 """Share of a step's time that each further sequence adds, before two different batches were measured."""
+ENOUGH_STEPS = 32
+"""Until a group's first steps, which may take thirty times as long as later ones, no longer weigh in its means."""
 
 
 class _StepTime:
@@ -21,12 +23,12 @@ class _StepTime:
 
     def __init__(self) -> None:
         self.x = self.y = self.xx = self.xy = 0.0
-        self.seen = False
+        self.num_seen = 0
 
     def add(self, batch: int, step_s: float) -> None:
         x, y = float(batch), step_s
-        w = WEIGHT if self.seen else 1.0
-        self.seen = True
+        w = WEIGHT if self.num_seen else 1.0
+        self.num_seen += 1
         self.x += w * (x - self.x)
         self.y += w * (y - self.y)
         self.xx += w * (x * x - self.xx)
@@ -34,7 +36,7 @@ class _StepTime:
 
     def line(self, prior_s: float) -> tuple[float, float]:
         """`(base, slope)`, both at least 0."""
-        if not self.seen:
+        if not self.num_seen:
             return prior_s * (1 - PRIOR_SLOPE), prior_s * PRIOR_SLOPE
         variance = self.xx - self.x * self.x
         measured = variance > 0.25  # batches that differ by one now and then
@@ -70,8 +72,8 @@ class GroupRates:
 
     @property
     def measured(self) -> bool:
-        """Whether any group's prefill and decode were measured; before that all rates are guesses."""
-        return bool(self._prefill) and bool(self._step)
+        """Whether any group's prefill and decode were measured well enough to refuse somebody for it."""
+        return bool(self._prefill) and any(step.num_seen >= ENOUGH_STEPS for step in self._step.values())
 
     def prefill_tokens_per_s(self, peer: Peer) -> float:
         return _known(self._prefill, peer, self._prior[0])

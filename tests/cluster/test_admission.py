@@ -15,6 +15,7 @@ from kvferry.cluster.admission import MAX_LOOK, Admission, Line, Place
 from kvferry.cluster.budgets import CoordinatorConfig
 from kvferry.cluster.registry import Member
 from kvferry.cluster.router import Demand, Router, RouterConfig
+from kvferry.cluster.router_load import ENOUGH_STEPS, PRIOR_OUTPUT_TOKENS
 from kvferry.runtime.errors import QueueFull
 from kvferry.runtime.ids import RequestId
 from kvferry.runtime.request import FinishReason, Request, SamplingParams
@@ -114,7 +115,7 @@ def cluster(toy: Any, measured: bool = True, **info: Any) -> tuple[Router, Admis
         Member(toy.ManualPort(g, i, r, **info), 0) for i, (g, r) in enumerate((("p", "prefill"), ("d", "decode")))
     ]
     if measured:
-        for member in members:
+        for member in members * ENOUGH_STEPS:
             router.observe(member.peer, toy.Load(prefill_tokens_per_s=100.0, decode_step_s=0.1, num_running=1))
     return router, admission, members
 
@@ -180,6 +181,26 @@ def test_nothing_is_refused_on_a_guess(toy: Any) -> None:
     _, admission, members = cluster(toy, measured=False)
     check(admission, members, request(100_000, deadline_s=0.5))
     check(admission, [], request(100_000))
+
+
+def test_nor_on_first_steps_which_take_long(toy: Any) -> None:
+    """One slow step made 7 s out to be 398: of a burst on a fresh deployment, some were turned away."""
+    router, admission, members = cluster(toy, measured=False, num_blocks=10)
+    for _ in range(40):
+        decision = router.route(Demand(4, 1, 16), members, {})
+        assert decision is not None
+        router.book(decision).prefilled()
+    step_s = 0.005 / PRIOR_OUTPUT_TOKENS  # for all that waits: less than 1 s
+    own = [30 * step_s] + [step_s] * 100
+    mean_s = own[0]  # as an engine averages its steps
+    for seconds in own:
+        mean_s += 0.2 * (seconds - mean_s)
+        for member in members:
+            router.observe(member.peer, toy.Load(prefill_tokens_per_s=1e6, decode_step_s=mean_s, num_running=1))
+        check(admission, members, request(4, deadline_s=1.0))
+    estimate = admission.estimate(Demand(4, 1, 16), 0, members)
+    assert estimate is not None
+    assert 0 < estimate.wait_s < 1.0
 
 
 def test_a_resumed_sequence_goes_where_it_fits(toy: Any) -> None:
