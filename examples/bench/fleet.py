@@ -26,6 +26,7 @@ from kvferry.cluster.ports import GroupPort
 from kvferry.cluster.prefix_index import PrefixIndex
 from kvferry.cluster.registry import Registry, RegistryConfig
 from kvferry.cluster.router import Router, RouterConfig
+from kvferry.cluster.router_load import ENOUGH_STEPS
 from kvferry.cluster.transfers import Transfers
 from kvferry.runtime.ids import BlockHash, Epoch, GroupId, Peer
 from kvferry.runtime.kv.hashing import hash_block
@@ -160,7 +161,7 @@ class Fleet:
         for peer in self.peers:
             self._report(peer)
         self.fill_s = time.thread_time() - begin_s
-        for _ in range(4):
+        for _ in range(ENOUGH_STEPS):
             for _ in self.peers:
                 self.report_load()
         return resident_bytes() - before
