@@ -56,10 +56,13 @@ format: $(VENV)/.installed  ## rewrite files in the house's format
 proto: $(VENV)/.installed  ## regenerate the gRPC stubs
 	$(BIN)/python proto/generate.py
 
-bench: $(VENV)/.installed  ## closed-loop load beside transformers
-	$(BIN)/python examples/bench/bench.py
-
 PEERS ?=
+ROUTERS ?=
+bench: $(VENV)/.installed  ## closed-loop load beside transformers, then beside what PEERS and ROUTERS name
+	$(BIN)/python examples/bench/bench.py
+	$(if $(PEERS),$(BIN)/python examples/bench/peers.py $(PEERS))
+	$(if $(ROUTERS),$(BIN)/python examples/bench/routers.py $(ROUTERS))
+
 bench-peers: $(VENV)/.installed  ## beside vLLM and llama.cpp: PEERS="--models DIR --vllm COMMAND --llama COMMAND"
 	$(BIN)/python examples/bench/peers.py $(PEERS)
 
