@@ -128,12 +128,14 @@ void publish(Run& run, uint32_t operation, uint32_t at_work) {
   wake(number_word(run), &run.asleep);
 }
 
+int64_t rows_of(const Run& run, const Op& op) { return op.wanted ? run.step->num_wanted : run.step->rows; }
+
 int64_t grain(const Run& run, int64_t rows) { return rows / (run.threads * 4) + 1; }
 
 // Sets kernel and job. Returns whether several threads should run it.
 bool prepare(Run& run, const Op& op) {
   const Step& step = *run.step;
-  int64_t rows = op.wanted ? step.num_wanted : step.rows;
+  int64_t rows = rows_of(run, op);
   void *x = step.buffers[op.x], *out = step.buffers[op.out];
   switch (op.kind) {
     case kEmbedOp:
@@ -166,8 +168,8 @@ bool prepare(Run& run, const Op& op) {
       const Contexts* contexts = step.contexts[op.contexts];
       const Kernels* kernels = choose(contexts->head_dim);
       run.job.attend = {contexts, x, step.angles[op.angles], op.q_norm, op.k_norm, op.cache, out,
-                        op.eps, op.scale, op.softcap, step.num_angles[op.angles], 0, 0, op.of_all ? step.wanted : nullptr,
-                        step.num_wanted};
+                        op.eps, op.scale, op.softcap, step.num_angles[op.angles], 0, 0,
+                        op.of_all ? step.wanted : nullptr, step.num_wanted};
       run.kernel = (op.kind == kRotateOp ? kernels->rotate_and_write : kernels->attend)[run.dtype];
       return op.kind == kAttendOp ? contexts->scores >= kSharedScores : contexts->num_tokens >= 8;
     }
@@ -206,7 +208,7 @@ bool all_published(const Exchange& all) {
 // Sums x over the ranks, by messages as `ShmExchange.swap` sends them.
 bool reduce(const Run& run, const Op& op) {
   Exchange& all = *op.exchange;
-  int64_t element = run.dtype ? 2 : 4, rows = op.wanted ? run.step->num_wanted : run.step->rows, left = rows * op.width * element;
+  int64_t element = run.dtype ? 2 : 4, left = rows_of(run, op) * op.width * element;
   for (uint8_t* x = (uint8_t*)run.step->buffers[op.x]; left > 0; x += all.buffer_bytes, left -= all.buffer_bytes) {
     int64_t bytes = left < all.buffer_bytes ? left : all.buffer_bytes;
     uint8_t* buffers = all.data + ++all.seq % 2 * all.size * all.buffer_bytes;

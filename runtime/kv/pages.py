@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+_libc = ctypes.CDLL(None)
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of linux/mman.h (5.14): as if every page was written, but nothing in it changes."""
 _PAGE = 4096
@@ -53,6 +54,3 @@ def take(address: int, size: int) -> bool:
         return False
     taken: int = _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
     return taken == 0
-
-
-_libc = ctypes.CDLL(None)

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
@@ -119,11 +119,13 @@ def test_so_are_those_with_quantised_weights_or_kv(stored: str, quantization: Qu
     check(build("gqa-tied", "bfloat16", quantization=quantization), stored)
 
 
-def check(model: Decoder, stored: str) -> None:
+def check(
+    model: Decoder, stored: str, wants: Callable[[int, int], int] = every, all_threads: Sequence[int] = (1, 2, 3)
+) -> None:
     assert model.compiled is not None
-    expected, kept = run(dataclasses.replace(model, compiled=None), stored, 1)
-    for threads in (1, 2, 3):
-        logits, cache = run(model, stored, threads)
+    expected, kept = run(dataclasses.replace(model, compiled=None), stored, 1, wants)
+    for threads in all_threads:
+        logits, cache = run(model, stored, threads, wants)
         for got, wanted in zip(logits, expected, strict=True):
             assert torch.equal(got, wanted)
         assert torch.equal(cache, kept)
@@ -133,15 +135,8 @@ def check(model: Decoder, stored: str) -> None:
 @pytest.mark.parametrize("name", ["gqa-tied", "gemma2", "gemma3"])
 def test_what_nobody_wants_is_left_out_of_the_last_layer(name: str, threads: int) -> None:
     """Rows that are selected in another order, or at the wrong place; a query that is left out; KV that is."""
-    model = build(name, "bfloat16")
-    assert model.compiled is not None
-    plain = dataclasses.replace(model, compiled=None)
     for wants in (some, lambda step, count: 0, lambda step, count: min(count, 1 + step * 3)):
-        expected, kept = run(plain, "bfloat16", 1, wants)
-        logits, cache = run(model, "bfloat16", threads, wants)
-        for got, wanted in zip(logits, expected, strict=True):
-            assert torch.equal(got, wanted)
-        assert torch.equal(cache, kept)
+        check(build(name, "bfloat16"), "bfloat16", wants, (threads,))
 
 
 @pytest.fixture
@@ -252,13 +247,8 @@ def test_ranks_that_share_memory_add_up_within_the_program(name: str, size: int,
 
     def rank(_: int, parallel: TensorParallel) -> None:
         model = build(name, dtype, parallel)
-        assert model.compiled is not None
         for wants in every, some:
-            expected, kept = run(dataclasses.replace(model, compiled=None), dtype, 1, wants)
-            logits, cache = run(model, dtype, 1, wants)
-            for got, wanted in zip(logits, expected, strict=True):
-                assert torch.equal(got, wanted)
-            assert torch.equal(cache, kept)
+            check(model, dtype, wants, (1,))
 
     in_ranks(size, rank)
 
